@@ -1,0 +1,62 @@
+# Every target works as the first command on a fresh machine: it makes .venv once, and again only when
+# pyproject.toml or the constraints change.
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help venv demo test lint format bench
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+# `make venv CONSTRAINTS=` (your own torch) is remembered in the environment that it made.
+-include $(VENV)/constraints.mk
+CONSTRAINTS ?= constraints/cpu.txt
+
+# Demo and tests run on the CPU, also where a GPU is; two ranks share the machine.
+CPU := PATH="$(CURDIR)/$(BIN):$$PATH" DS_ACCELERATOR=cpu OMP_NUM_THREADS=1
+
+DEMO_OUT ?= out/demo
+PYTEST_ARGS ?=
+
+help:
+	@echo 'make demo    pre-train a small BERT in two phases with VRLAMB under ZeRO-2, two ranks, CPU -> $(DEMO_OUT)'
+	@echo 'make test    all tests, CPU (PYTEST_ARGS="-k lamb" for some)'
+	@echo 'make lint    ruff and mypy'
+	@echo 'make format  let ruff rewrite what it can'
+	@echo 'make bench   the benchmarks'
+	@echo 'make venv    only the environment (.venv); CONSTRAINTS= for your own torch on a GPU machine'
+
+venv: $(STAMP)
+
+# DS_BUILD_OPS=0: no DeepSpeed op is compiled at installation; none is needed.
+$(STAMP): pyproject.toml $(CONSTRAINTS)
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
+	  { echo 'ds_vrgd needs Python 3.10 or newer; name one with: make PYTHON=python3.12' >&2; exit 1; }
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || \
+	  { rm -rf $(VENV); echo 'python3 -m venv failed: install the venv package of your Python (Debian: python3-venv)' >&2; exit 1; }
+	DS_BUILD_OPS=0 $(BIN)/python -m pip install $(addprefix -c ,$(CONSTRAINTS)) -e '.[bert,plot,dev]'
+	@echo 'CONSTRAINTS ?= $(CONSTRAINTS)' > $(VENV)/constraints.mk
+	@touch $@
+
+demo: $(STAMP)
+	$(CPU) LOCAL_SIZE=2 $(BIN)/deepspeed --num_gpus 2 scripts/pretrain_bert.py \
+	  --deepspeed_config configs/ds_vrgd.json --run configs/demo.yaml --output $(DEMO_OUT)
+
+test: $(STAMP)
+	$(CPU) $(BIN)/python -m pytest $(PYTEST_ARGS)
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(STAMP)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench:
+	@test -d benchmarks || \
+	  { echo 'make bench: this version has no benchmark yet, so nothing was measured.' >&2; exit 1; }
+	@$(MAKE) --no-print-directory venv
+	$(BIN)/python -m benchmarks
