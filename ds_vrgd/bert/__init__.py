@@ -1,0 +1,1 @@
+"""BERT pre-training in phases on real text: corpus, vocabulary, examples, model, run."""

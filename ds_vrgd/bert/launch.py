@@ -1,0 +1,139 @@
+"""What lies between the command line and the first update: DeepSpeed's configuration, ranks, CPU specifics."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, TypeVar
+
+import deepspeed
+import torch
+from deepspeed.accelerator import get_accelerator
+
+from ds_vrgd.bert.errors import InputError
+from ds_vrgd.bert.runfile import Phase, RunFile
+
+_PREPARATION_TIMEOUT = timedelta(days=2)  # a large corpus takes hours to tokenise
+
+T = TypeVar("T")
+
+
+def configure_cpu_ranks() -> None:
+    """On CPU only: one thread per core over all ranks, and no shared-memory op in DeepSpeed.
+
+    DeepSpeed would compile that op at start, and leak a 66 MB /dev/shm segment per rank; training never uses it.
+    """
+    if get_accelerator().device_name() != "cpu":
+        return
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    if "OMP_NUM_THREADS" not in os.environ or "LOCAL_SIZE" in os.environ:
+        local_ranks = int(os.environ.get("LOCAL_SIZE", 1))
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local_ranks))
+
+
+def load_deepspeed_config(path: Path) -> dict[str, Any]:
+    """Read DeepSpeed's JSON and check what this run needs of it.
+
+    Raises:
+        InputError: not readable, not JSON, without an optimizer, or with a schedule of its own.
+    """
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise InputError(
+            f"--deepspeed_config {path} cannot be read ({error.strerror}); give the path of a DeepSpeed JSON file"
+        ) from error
+    except ValueError as error:
+        raise InputError(f"--deepspeed_config {path} is not JSON: {error}") from error
+    if not isinstance(config, dict) or "type" not in config.get("optimizer", {}):
+        raise InputError(
+            f'--deepspeed_config {path} names no optimizer; add "optimizer": {{"type": "VRLAMB", "params": ...}}'
+        )
+    if "scheduler" in config:
+        raise InputError(
+            f"--deepspeed_config {path} has a scheduler, and the run file's phases set the learning rate; remove "
+            '"scheduler" from the JSON'
+        )
+    return config
+
+
+def fill_deepspeed_config(config: dict[str, Any], run: RunFile, phase: Phase, ranks: int, output: Path) -> dict[str, Any]:
+    """The configuration for ``deepspeed.initialize``: batch sizes of ``phase``, monitors, "auto" values.
+
+    ``bf16.enabled`` = "auto" means: on an accelerator yes, on CPU no (where few processors are fast in bf16).
+
+    Raises:
+        InputError: a batch size in the JSON contradicts the run file, or the batch cannot be shared out evenly.
+    """
+    config = copy.deepcopy(config)
+    for number, each in enumerate(run.phases, start=1):
+        for key, (setting, value) in _batch_sizes(each, ranks).items():
+            given = config.get(key, "auto")
+            if given not in ("auto", value):
+                raise InputError(
+                    f"{key}={given} in the DeepSpeed JSON contradicts {setting}={value} in phase {number} of the run "
+                    f'file; remove {key} from the JSON or set it to "auto"'
+                )
+    config.update({key: value for key, (_, value) in _batch_sizes(phase, ranks).items()})
+    for monitor, folder in (("tensorboard", "tensorboard"), ("csv_monitor", "csv")):
+        config.setdefault(monitor, {"enabled": True, "output_path": str(output), "job_name": folder})
+    if config.get("bf16", {}).get("enabled") == "auto":
+        config["bf16"]["enabled"] = get_accelerator().device_name() != "cpu"
+    return config
+
+
+def _batch_sizes(phase: Phase, ranks: int) -> dict[str, tuple[str, int]]:
+    """DeepSpeed's key -> (what sets it in the run file, value)."""
+    return {
+        "train_batch_size": ("global_batch", phase.global_batch),
+        "train_micro_batch_size_per_gpu": ("micro_batch", phase.micro_batch),
+        "gradient_accumulation_steps": (
+            "global_batch / (micro_batch x ranks)",
+            phase.accumulation_steps(ranks),
+        ),
+    }
+
+
+def set_batch(engine: Any, phase: Phase) -> None:
+    """Give a running engine the batch sizes of ``phase``; call between updates.
+
+    Takes effect at every ZeRO stage. The accumulation boundary is not DeepSpeed's counter of micro-batches (which
+    runs on through phases and would be out of step with a new accumulation) but set by the training loop.
+    """
+    engine.set_train_micro_batch_size(phase.micro_batch)
+    engine.set_train_batch_size(phase.global_batch)
+    # ZeRO's wrappers keep a copy that the engine's setters leave behind; the CPU-offload path reads it.
+    if hasattr(engine.optimizer, "gradient_accumulation_steps"):
+        engine.optimizer.gradient_accumulation_steps = engine.gradient_accumulation_steps()
+
+
+class RankZero:
+    """Runs work on rank 0 while the other ranks wait, and shares its outcome."""
+
+    def __init__(self) -> None:
+        # A group of its own: waiting for hours must not need an hours-long timeout in training's collectives.
+        self._group = torch.distributed.new_group(backend="gloo", timeout=_PREPARATION_TIMEOUT)
+
+    def run(self, work: Callable[[], T]) -> T:
+        """Result of ``work`` on every rank. Collective.
+
+        Raises:
+            InputError: raised by ``work``, on every rank.
+        """
+        outcome: list[Any] = [None, None]
+        failure: Exception | None = None
+        if torch.distributed.get_rank() == 0:
+            try:
+                outcome[0] = work()
+            except InputError as error:
+                outcome[1] = str(error)
+                failure = error
+        torch.distributed.broadcast_object_list(outcome, src=0, group=self._group)
+        if outcome[1] is not None:
+            raise failure or InputError(outcome[1])
+        result: T = outcome[0]
+        return result

@@ -1,0 +1,46 @@
+"""Command line of the pre-training run."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import deepspeed
+
+from ds_vrgd.bert.errors import InputError
+from ds_vrgd.bert.launch import configure_cpu_ranks, load_deepspeed_config
+from ds_vrgd.bert.pretrain import TrainingFailed, pretrain
+from ds_vrgd.bert.runfile import load_run_file
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Pre-train as one rank of a ``deepspeed`` launch; returns the exit status (2: input that cannot be used)."""
+    parser = argparse.ArgumentParser(description="Pre-train BERT in phases; start with the deepspeed launcher.")
+    parser.add_argument(
+        "--deepspeed_config", "--config", type=Path, required=True, metavar="JSON", help="DeepSpeed's configuration"
+    )
+    parser.add_argument("--run", type=Path, required=True, metavar="YAML", help="the run file: data, model, phases")
+    parser.add_argument("--output", type=Path, required=True, metavar="FOLDER", help="where everything is written")
+    parser.add_argument(
+        "--resume", type=Path, metavar="FOLDER", help="go on from the checkpoint in this output or checkpoint folder"
+    )
+    parser.add_argument("--local_rank", type=int, help="set by the launcher")
+    options = parser.parse_args(arguments)
+    is_rank_zero = os.environ.get("RANK", "0") == "0"
+    try:
+        run = load_run_file(options.run)
+        config = load_deepspeed_config(options.deepspeed_config)
+        configure_cpu_ranks()
+        deepspeed.init_distributed()
+        line = pretrain(run, config, options.output, options.resume)
+    except (InputError, TrainingFailed) as error:
+        if is_rank_zero:
+            print(f"error: {error}", file=sys.stderr, flush=True)
+        return 2 if isinstance(error, InputError) else 1
+    if is_rank_zero:
+        print(line, flush=True)
+    deepspeed.comm.destroy_process_group()
+    return 0

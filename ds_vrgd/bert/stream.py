@@ -1,0 +1,84 @@
+"""The order of training data: which example is sample j of update s, on any number of ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from torch.utils.data import DataLoader, Dataset, Sampler
+
+from ds_vrgd.bert.examples import IGNORED_LABEL, Batch, ExampleBuilder, epoch_order
+from ds_vrgd.bert.runfile import Phase
+
+# First entries of a generator's seed keep its purposes apart.
+_ORDER, _EXAMPLE, _EVALUATION = 0, 1, 2
+
+
+@dataclass(frozen=True)
+class MicroBatches(Dataset[Batch]):
+    """Micro-batches of one phase, by (update, number of the micro-batch within the global batch)."""
+
+    builder: ExampleBuilder
+    seed: int
+    phase_index: int
+    phase: Phase
+
+    def __getitem__(self, place: tuple[int, int]) -> Batch:
+        step, micro_batch = place
+        first = micro_batch * self.phase.micro_batch
+        samples = range(first, first + self.phase.micro_batch)
+        chunks = [self._chunk(step * self.phase.global_batch + sample) for sample in samples]
+        keys = [(_EXAMPLE, self.seed, self.phase_index, step, sample) for sample in samples]
+        return self.builder.batch(chunks, keys)
+
+    def _chunk(self, position: int) -> int:
+        """Chunk at a position of the phase's endless walk: a new random order for every pass over the data."""
+        epoch, place = divmod(position, len(self.builder.spans))
+        key = (_ORDER, self.seed, self.phase_index, epoch)
+        return int(epoch_order(len(self.builder.spans), key)[place])
+
+
+@dataclass(frozen=True)
+class RankOrder(Sampler[tuple[int, int]]):
+    """Places of one rank's micro-batches, update by update from ``first_step`` to the phase's end.
+
+    The ranks take the micro-batches of a global batch in turn; each has ``accumulation`` of them in every update, so
+    no rank can run out before another.
+    """
+
+    phase: Phase
+    first_step: int
+    rank: int
+    ranks: int
+
+    def __iter__(self) -> Iterator[tuple[int, int]]:
+        for step in range(self.first_step, self.phase.steps):
+            for turn in range(self.phase.accumulation_steps(self.ranks)):
+                yield step, turn * self.ranks + self.rank
+
+    def __len__(self) -> int:
+        return (self.phase.steps - self.first_step) * self.phase.accumulation_steps(self.ranks)
+
+
+def training_batches(micro_batches: MicroBatches, order: RankOrder, workers: int) -> Iterator[Batch]:
+    """One rank's micro-batches in order, built ahead of time by ``workers`` processes."""
+    return iter(DataLoader(micro_batches, batch_size=None, sampler=order, num_workers=workers))
+
+
+def evaluation_batches(
+    builder: ExampleBuilder, sequences: int, micro_batch: int, rank: int, ranks: int
+) -> Iterator[Batch]:
+    """One rank's share of at most ``sequences`` held-out examples; the same examples and masks in every run.
+
+    Every rank gets the same number of full batches, as sharded models need: rows beyond the last example repeat
+    the first one and mask nothing.
+    """
+    order = epoch_order(len(builder.spans), (_EVALUATION,))[:sequences].tolist()
+    stride = micro_batch * ranks
+    for start in range(0, len(order), stride):
+        first = start + rank * micro_batch
+        real = order[first : first + micro_batch]
+        rows = real + order[:1] * (micro_batch - len(real))
+        batch = builder.batch(rows, [(_EVALUATION, chunk) for chunk in rows])
+        batch["labels"][len(real) :] = IGNORED_LABEL
+        yield batch
