@@ -1,0 +1,69 @@
+"""The gradient signal-to-noise ratio (GSNR) as pure functions on tensors.
+
+A *chunk* is one micro-batch on one data-parallel rank; a step sees ``k`` chunks with mean gradients
+``g_1 .. g_k``. Everything here needs only their mean and their centred sum of squares (``m2``), so
+it never meets the chunks themselves.
+
+Source: "Accelerating Large Batch Training via Gradient Signal to Noise Ratio (GSNR)", section 4,
+equations 2 and 7 to 9; McCandlish et al. 2018, appendix A.1, for the noise scale.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def raw_ratio(mean: Tensor, m2: Tensor, k: int, gsnr_eps: float) -> Tensor:
+    """Squared mean over variance of every element (equations 2 and 7), with 0/0 = 0.
+
+    The floor of the variance is relative to the squared mean, so the ratio depends neither on the loss
+    scale nor on averaging or clipping, and never exceeds ``1 / gsnr_eps``.
+
+    Args:
+        mean: mean gradient over the chunks, any shape, fp32 or wider.
+        m2: sum over the chunks of ``(g_d - mean)**2``, same shape.
+        k: number of chunks; the variance is ``m2 / k``.
+        gsnr_eps: relative floor of the variance.
+
+    Returns:
+        The dimensionless ratio, of ``mean``'s shape and dtype.
+    """
+    square = mean.square()
+    variance = torch.maximum(m2 / k, square * gsnr_eps)
+    # The variance is 0 only where the squared mean is: dividing by 1 there gives the 0/0 = 0 we want.
+    return square.div_(variance.masked_fill_(variance == 0, 1.0))
+
+
+def normalized_ratio(raw: Tensor, layer_mean: Tensor) -> Tensor:
+    """Ratio divided by its mean over the layer (equation 8), in place, with 0/0 = 0.
+
+    Args:
+        raw: :func:`raw_ratio` of (a shard of) a layer; overwritten.
+        layer_mean: mean of the raw ratio over the whole layer, broadcastable to ``raw``.
+    """
+    return raw.div_(torch.where(layer_mean == 0, torch.ones_like(layer_mean), layer_mean))
+
+
+def clamped_ratio(ratio: Tensor, gamma: float) -> Tensor:
+    """Ratio confined to ``[gamma, 1]`` (equation 9), in place."""
+    return ratio.clamp_(gamma, 1.0)
+
+
+def noise_scale(square_of_mean: Tensor, variance: Tensor, k: int, chunk_size: float) -> Tensor:
+    """Simple gradient noise scale ``tr(Sigma) / |G|^2`` in samples (McCandlish et al. 2018, eq. 2.9).
+
+    Both terms are unbiased: the chunk means have covariance ``Sigma / chunk_size``, and the squared
+    norm of their mean exceeds ``|G|^2`` by ``tr(Sigma) / (k * chunk_size)``.
+
+    Args:
+        square_of_mean: squared norm of the mean gradient, summed over all elements wanted.
+        variance: the 1/k variance over the chunks, summed over the same elements.
+        k: number of chunks, at least 2.
+        chunk_size: samples in one chunk.
+
+    Returns:
+        The noise scale in samples; infinite or negative where the mean is lost in the noise.
+    """
+    of_chunk_mean = variance * (k / (k - 1))
+    return chunk_size * of_chunk_mean / (square_of_mean - of_chunk_mean / k)

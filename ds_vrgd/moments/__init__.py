@@ -1,0 +1,7 @@
+"""Chunk gradients to mean and centred sum of squares, on the elements that this rank updates."""
+
+from ds_vrgd.moments.layout import SUM_DTYPE, Layer, LayerTable, Ranks, Segment, ShardLayout
+from ds_vrgd.moments.replicated import ReplicatedMoments
+from ds_vrgd.moments.sharded import Route, ShardedMoments
+
+__all__ = ["SUM_DTYPE", "Layer", "LayerTable", "Ranks", "ReplicatedMoments", "Route", "Segment", "ShardLayout", "ShardedMoments"]

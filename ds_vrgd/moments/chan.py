@@ -1,0 +1,53 @@
+"""Mean and centred sum of squares of chunk gradients: formed, and merged by Chan's formula.
+
+Squares are always centred before they are summed: ``E[g^2] - E[g]^2`` would cancel.
+
+Source: Chan, Golub, LeVeque, "Updating formulae and a pairwise algorithm for computing sample
+variances" (1979), equation 2.1.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def moments_of(chunks: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean and centred sum of squares over the first axis.
+
+    Args:
+        chunks: ``(k, n)``, any floating dtype; row d is the gradient of chunk d.
+
+    Returns:
+        ``mean`` and ``m2``, both ``(n,)`` in fp32 (fp64 for fp64 input). The rows are summed in their
+        order, so the result does not depend on the rank that computes it.
+    """
+    dtype = torch.promote_types(chunks.dtype, torch.float32)
+    mean = chunks[0].to(dtype, copy=True)
+    for chunk in chunks[1:]:
+        mean.add_(chunk)
+    mean.div_(len(chunks))
+    m2 = torch.zeros_like(mean)
+    for chunk in chunks:
+        deviation = chunk - mean
+        m2.addcmul_(deviation, deviation)
+    return mean, m2
+
+
+def merge_(mean: Tensor, m2: Tensor, count: int, new_mean: Tensor, new_m2: Tensor | float, new_count: int) -> None:
+    """Merge the moments of ``new_count`` chunks into those of ``count`` chunks, in place.
+
+    Args:
+        mean, m2: moments so far, updated; any shape.
+        count: chunks they stand for. 0 overwrites them, so what an abandoned window left behind
+            (infinities of an overflow, say) cannot leak into the next one.
+        new_mean, new_m2: moments to merge, same shape; ``new_m2`` may be 0.0 for a single chunk.
+        new_count: chunks those stand for, at least 1.
+    """
+    if count == 0:
+        mean.copy_(new_mean)
+        m2.copy_(new_m2) if isinstance(new_m2, Tensor) else m2.fill_(new_m2)
+        return
+    delta = new_mean - mean
+    mean.add_(delta, alpha=new_count / (count + new_count))
+    m2.add_(new_m2).addcmul_(delta, delta, value=count * new_count / (count + new_count))

@@ -1,0 +1,177 @@
+"""Which elements of an optimizer's tensor belong to which layer.
+
+Under ZeRO an optimizer is handed flat shards: the end of one parameter, some whole ones, the beginning
+of another, padding. A *layer* is one parameter tensor, whole, wherever its elements live.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# Sums over a layer and over ranks: a few numbers a layer, so the widest type costs nothing.
+SUM_DTYPE = torch.float64
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One parameter tensor: its name and its number of elements on all ranks together."""
+
+    name: str
+    numel: int
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A run of one layer's elements inside a shard: ``shard[start : start + numel]``."""
+
+    layer: int
+    start: int
+    numel: int
+
+
+@dataclass(frozen=True)
+class ShardLayout:
+    """What a shard holds.
+
+    Attributes:
+        layers: every layer that any rank's piece of this shard holds, in the same order on all ranks.
+        segments: this rank's runs, by ascending start, at most one a layer. What lies between and behind
+            them is padding: possibly uninitialised memory, and never read.
+        numel: elements of the shard, padding included.
+    """
+
+    layers: tuple[Layer, ...]
+    segments: tuple[Segment, ...]
+    numel: int
+    _on_device: dict[torch.device, tuple[Tensor, Tensor, Tensor]] = field(default_factory=dict, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        end = 0
+        for segment in self.segments:
+            if segment.start < end or segment.numel <= 0 or not 0 <= segment.layer < len(self.layers):
+                raise ValueError(f"segment {segment} overlaps its neighbour or names no layer of this shard")
+            end = segment.start + segment.numel
+        if end > self.numel:
+            raise ValueError(f"segments end at {end}, behind the shard's {self.numel} elements")
+
+    @classmethod
+    def whole(cls, name: str, numel: int) -> ShardLayout:
+        """The layout of a tensor that is one layer, undivided."""
+        segments = (Segment(0, 0, numel),) if numel else ()
+        return cls((Layer(name, numel),), segments, numel)
+
+    @cached_property
+    def _is_one_layer(self) -> bool:
+        return len(self.layers) == 1 and bool(self.segments) and self.segments[0].numel == self.numel
+
+    @cached_property
+    def _runs(self) -> list[tuple[int, int]]:
+        """(layer, numel) of every run of the shard, padding as layer ``len(self.layers)``."""
+        runs, end = [], 0
+        for segment in self.segments:
+            if segment.start > end:
+                runs.append((len(self.layers), segment.start - end))
+            runs.append((segment.layer, segment.numel))
+            end = segment.start + segment.numel
+        if self.numel > end:
+            runs.append((len(self.layers), self.numel - end))
+        return runs
+
+    def _indices(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+        """Layer of each segment, layer of each run, length of each run: on ``device``, made once."""
+        if device not in self._on_device:
+            of_segments = torch.tensor([s.layer for s in self.segments], dtype=torch.long, device=device)
+            layers, lengths = (torch.tensor(column, dtype=torch.long, device=device) for column in zip(*self._runs, strict=True))
+            self._on_device[device] = of_segments, layers, lengths
+        return self._on_device[device]
+
+    def sums(self, flat: Tensor, order: int) -> Tensor:
+        """This rank's part of each layer's sum of ``|x| ** order``.
+
+        Args:
+            flat: ``(numel,)``, shard-shaped.
+            order: 1 for the sum (of values that are not negative), 2 for the sum of squares.
+
+        Returns:
+            ``(len(layers),)`` in :data:`SUM_DTYPE`, 0 for layers that this rank holds nothing of.
+        """
+        out = torch.zeros(len(self.layers), dtype=SUM_DTYPE, device=flat.device)
+        if self.segments:
+            parts = [flat[s.start : s.start + s.numel] for s in self.segments]
+            norms = torch.stack(torch._foreach_norm(parts, order, dtype=SUM_DTYPE))
+            out[self._indices(flat.device)[0]] = norms.square() if order == 2 else norms
+        return out
+
+    def spread(self, values: Tensor, padding: float = 1.0) -> Tensor:
+        """One value a layer, laid over the shard's elements.
+
+        Args:
+            values: ``(len(layers),)``.
+            padding: the value for elements of no layer.
+
+        Returns:
+            Broadcastable to ``(numel,)``, of ``values``' dtype.
+        """
+        if self._is_one_layer:
+            return values
+        if not self.numel:
+            return values[:0]
+        _, layers, lengths = self._indices(values.device)
+        table = torch.cat([values, values.new_full((1,), padding)])
+        return table[layers].repeat_interleave(lengths, output_size=self.numel)
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """The ranks over which layers are cut, and the device on which they can talk to each other.
+
+    ``group`` None means that every layer is whole on every rank, and that nobody needs to talk.
+    """
+
+    group: Any | None = None
+    device: torch.device | None = None
+
+    def sum(self, columns: Sequence[Tensor]) -> list[Tensor]:
+        """One-dimensional ``columns`` of one dtype and device summed over the ranks, in one all-reduce.
+
+        A collective: every rank calls it, with columns of the same lengths.
+        """
+        if self.group is None:
+            return list(columns)
+        together = torch.cat(list(columns))
+        travelling = together.to(self.device or together.device)
+        torch.distributed.all_reduce(travelling, group=self.group)
+        return list(travelling.to(together.device).split([len(column) for column in columns]))
+
+
+class LayerTable:
+    """The layers of several shards side by side, so that one all-reduce serves them all.
+
+    Args:
+        layouts: of the shards that one optimizer call updates, in the order of the call.
+        device: where the shards are.
+
+    Attributes:
+        names: of the layers, ``L`` of them.
+        numels: ``(L,)``, elements of each layer on all ranks together.
+    """
+
+    def __init__(self, layouts: Sequence[ShardLayout], device: torch.device) -> None:
+        self.layouts = tuple(layouts)
+        layers = [layer for layout in self.layouts for layer in layout.layers]
+        self.names = [layer.name for layer in layers]
+        self.numels = torch.tensor([layer.numel for layer in layers], dtype=SUM_DTYPE, device=device)
+
+    def sums(self, flats: Sequence[Tensor], order: int) -> Tensor:
+        """``(L,)``: this rank's part of the sums of ``|x| ** order``; ``flats`` holds one a shard."""
+        return torch.cat([layout.sums(flat, order) for layout, flat in zip(self.layouts, flats, strict=True)])
+
+    def split(self, values: Tensor) -> list[Tensor]:
+        """``(L,)`` cut into the layers of each shard."""
+        return list(values.split([len(layout.layers) for layout in self.layouts]))

@@ -1,0 +1,142 @@
+"""Chunk moments where every rank holds every parameter whole: plain PyTorch, DDP, ZeRO stage 0.
+
+Each rank keeps the moments of its own chunks, full-sized; they meet once a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ds_vrgd.moments.chan import merge_
+
+
+class _Accumulator:
+    """Moments of one parameter's chunks on this rank, as views into a device's flat buffers."""
+
+    def __init__(self, mean: Tensor, m2: Tensor) -> None:
+        self.mean, self.m2 = mean, m2
+        self.chunks = 0
+        self.pending: Tensor | None = None
+
+    def add(self, grad: Tensor) -> None:
+        """Take a gradient; a second one in the same micro-batch belongs to the same chunk."""
+        if self.pending is None:
+            self.pending = grad.detach().clone()
+        else:
+            self.pending = self.pending.to(self.mean.dtype) + grad
+
+    def close(self) -> None:
+        """End the micro-batch: what is pending becomes one chunk."""
+        if self.pending is not None:
+            merge_(self.mean, self.m2, self.chunks, self.pending.flatten().to(self.mean.dtype), 0.0, 1)
+            self.chunks += 1
+            self.pending = None
+
+    def pad(self, chunks: int) -> None:
+        """Count the micro-batches in which the parameter took no part: its gradient there is 0."""
+        if self.chunks < chunks:
+            zeros = torch.zeros_like(self.mean)
+            merge_(self.mean, self.m2, self.chunks, zeros, 0.0, chunks - self.chunks)
+            self.chunks = chunks
+
+
+class ReplicatedMoments:
+    """Mean and centred sum of squares over the chunks of a window (what one optimizer step sees).
+
+    Memory: 8 bytes an element for the moments (16 for fp64 parameters), and one gradient in its own
+    dtype while a micro-batch is open.
+
+    Args:
+        params: parameters whose gradients are observed, in an order that is the same on all ranks.
+        group: process group of the data-parallel ranks; None for one process.
+    """
+
+    def __init__(self, params: Sequence[Tensor], group: Any | None = None) -> None:
+        self._params = list(params)
+        self._group = group
+        self._accumulators: dict[Tensor, _Accumulator] = {}
+        self._flats: list[tuple[Tensor, Tensor]] = []
+        self._merged = False
+        self._chunks = 0
+
+    def _allocate(self) -> None:
+        buckets: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+        for param in self._params:
+            key = (param.device, torch.promote_types(param.dtype, torch.float32))
+            buckets.setdefault(key, []).append(param)
+        for (device, dtype), params in buckets.items():
+            sizes = [param.numel() for param in params]
+            mean = torch.zeros(sum(sizes), dtype=dtype, device=device)
+            m2 = torch.zeros_like(mean)
+            self._flats.append((mean, m2))
+            for param, *views in zip(params, mean.split(sizes), m2.split(sizes), strict=True):
+                self._accumulators[param] = _Accumulator(*views)
+
+    def add(self, param: Tensor, grad: Tensor) -> None:
+        """Take one gradient of one parameter, before any reduction."""
+        if not self._accumulators:
+            self._allocate()
+        self._accumulators[param].add(grad)
+
+    def restart(self, param: Tensor) -> None:
+        """Forget this window's chunks of one parameter (its gradient was thrown away unused)."""
+        if param in self._accumulators:
+            self._accumulators[param].chunks = 0
+
+    def end_micro_batch(self) -> None:
+        """Close the chunk that is open on this rank."""
+        for accumulator in self._accumulators.values():
+            accumulator.close()
+
+    def finish(self) -> int:
+        """Merge the ranks' moments, once a window; returns k. A collective where there is a group."""
+        if not self._merged:
+            self.end_micro_batch()
+            local = max((a.chunks for a in self._accumulators.values()), default=0)
+            for accumulator in self._accumulators.values():
+                accumulator.pad(local)
+            ranks = 1 if self._group is None else torch.distributed.get_world_size(self._group)
+            if ranks > 1:
+                self._check_equal(local)
+                for mean, m2 in self._flats:
+                    self._merge_ranks(mean, m2, local, ranks)
+            self._chunks = local * ranks
+            self._merged = True
+        return self._chunks
+
+    def _check_equal(self, local: int) -> None:
+        """Raise on every rank where the ranks differ in their number of micro-batches."""
+        extremes = torch.tensor([local, -local], device=self._params[0].device)
+        torch.distributed.all_reduce(extremes, op=torch.distributed.ReduceOp.MAX, group=self._group)
+        most, least = extremes[0].item(), -extremes[1].item()
+        if most != least:
+            raise RuntimeError(
+                f"the ranks differ in the micro-batches of this step: {least} on one, {most} on another. Give "
+                "every rank the same number of backward passes between two calls of step()."
+            )
+
+    def _merge_ranks(self, mean: Tensor, m2: Tensor, chunks: int, ranks: int) -> None:
+        """Chan's formula for equally many chunks a rank: two sums of the whole model over the ranks."""
+        local = mean.clone()
+        torch.distributed.all_reduce(mean, group=self._group)
+        mean.div_(ranks)
+        local.sub_(mean)
+        m2.addcmul_(local, local, value=chunks)
+        torch.distributed.all_reduce(m2, group=self._group)
+
+    def moments(self, param: Tensor) -> tuple[Tensor, Tensor]:
+        """``mean`` and ``m2`` of one parameter, flat, over all k chunks; after :meth:`finish`."""
+        accumulator = self._accumulators[param]
+        return accumulator.mean, accumulator.m2
+
+    def reset(self) -> None:
+        """Begin the next window."""
+        for accumulator in self._accumulators.values():
+            accumulator.chunks = 0
+            accumulator.pending = None
+        self._chunks = 0
+        self._merged = False

@@ -1,0 +1,27 @@
+"""The optimizers. They know shards, segments and moments, and have never heard of DeepSpeed."""
+
+from ds_vrgd.optim.adam import VRAdam, VRAdamW
+from ds_vrgd.optim.base import LayerStatistics, VROptimizer, allocate_state_only
+from ds_vrgd.optim.lamb import LAMB, VRLAMB
+from ds_vrgd.optim.lars import LARS, VRLARS
+from ds_vrgd.optim.sgd import VRSGD, VRMomentum
+
+#: Every optimizer, by the name that a DeepSpeed JSON uses.
+OPTIMIZERS: dict[str, type[VROptimizer]] = {
+    cls.__name__: cls for cls in (VRSGD, VRMomentum, VRAdam, VRAdamW, VRLARS, VRLAMB, LARS, LAMB)
+}
+
+__all__ = [
+    "LAMB",
+    "LARS",
+    "OPTIMIZERS",
+    "LayerStatistics",
+    "VRAdam",
+    "VRAdamW",
+    "VRLAMB",
+    "VRLARS",
+    "VRMomentum",
+    "VROptimizer",
+    "VRSGD",
+    "allocate_state_only",
+]

@@ -1,0 +1,106 @@
+"""Checks of constructor arguments: every error names the argument, its value and the range."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+
+def _number(name: str, value: Any) -> float:
+    if isinstance(value, bool) or not hasattr(value, "__float__") or not math.isfinite(float(value)):
+        raise ValueError(f"{name}={value!r} is not a finite number")
+    return float(value)
+
+
+def at_least(name: str, value: Any, low: float) -> None:
+    """Require ``value >= low``."""
+    if _number(name, value) < low:
+        raise ValueError(f"{name}={value!r} is out of range: must be >= {low:g}")
+
+
+def above(name: str, value: Any, low: float) -> None:
+    """Require ``value > low``."""
+    if _number(name, value) <= low:
+        raise ValueError(f"{name}={value!r} is out of range: must be > {low:g}")
+
+
+def fraction(name: str, value: Any) -> None:
+    """Require ``0 <= value < 1``, as for the decay rate of a moving average."""
+    if not 0.0 <= _number(name, value) < 1.0:
+        raise ValueError(f"{name}={value!r} is out of range: must be in [0, 1)")
+
+
+def clamp_floor(name: str, value: Any) -> None:
+    """Require ``0 < value <= 1``."""
+    if not 0.0 < _number(name, value) <= 1.0:
+        raise ValueError(f"{name}={value!r} is out of range: must be in (0, 1]; 1 turns GSNR off")
+
+
+def flag(name: str, value: Any) -> None:
+    """Require a bool."""
+    if not isinstance(value, bool):
+        raise ValueError(f"{name}={value!r} must be true or false")
+
+
+def pair_of_fractions(name: str, value: Any) -> None:
+    """Require two numbers in ``[0, 1)``."""
+    if not isinstance(value, (tuple, list)) or len(value) != 2:
+        raise ValueError(f"{name}={value!r} must be two numbers in [0, 1)")
+    for index, rate in enumerate(value):
+        fraction(f"{name}[{index}]", rate)
+
+
+def interval(name: str, value: Any) -> None:
+    """Require None, or two numbers with ``0 <= lo <= hi``."""
+    if value is None:
+        return
+    if not isinstance(value, (tuple, list)) or len(value) != 2:
+        raise ValueError(f"{name}={value!r} must be None or a pair (lo, hi)")
+    low, high = (_number(f"{name}[{index}]", bound) for index, bound in enumerate(value))
+    if not 0.0 <= low <= high:
+        raise ValueError(f"{name}={value!r} is out of range: must have 0 <= lo <= hi")
+
+
+CHECKS = {
+    "lr": lambda value: at_least("lr", value, 0.0),
+    "momentum": lambda value: fraction("momentum", value),
+    "nesterov": lambda value: flag("nesterov", value),
+    "betas": lambda value: pair_of_fractions("betas", value),
+    "beta3": lambda value: fraction("beta3", value),
+    "eps": lambda value: at_least("eps", value, 0.0),
+    "weight_decay": lambda value: at_least("weight_decay", value, 0.0),
+    "gamma": lambda value: clamp_floor("gamma", value),
+    "gsnr_eps": lambda value: above("gsnr_eps", value, 0.0),
+    "trust_coefficient": lambda value: above("trust_coefficient", value, 0.0),
+    "trust_clip": lambda value: interval("trust_clip", value),
+    "bias_correction": lambda value: flag("bias_correction", value),
+    "adapt": lambda value: flag("adapt", value),
+    "prenormalize": lambda value: flag("prenormalize", value),
+}
+
+
+def check(optimizer: str, known: Mapping[str, Any], given: Mapping[str, Any]) -> None:
+    """Check ``given`` against the arguments that ``optimizer`` knows.
+
+    Raises:
+        ValueError: naming an unknown argument and the known ones, or an argument out of its range.
+    """
+    for name, value in given.items():
+        if name not in known:
+            raise ValueError(f"{optimizer} has no argument {name}={value!r}; it takes {', '.join(sorted(known))}")
+        if name in CHECKS:
+            CHECKS[name](value)
+
+
+def refuse_gsnr(optimizer: str, given: Mapping[str, Any]) -> None:
+    """Refuse the arguments of GSNR for an optimizer that has none.
+
+    Raises:
+        ValueError: naming the argument and the optimizer to use instead.
+    """
+    for name in ("gamma", "gsnr_eps", "beta3"):
+        if name in given:
+            raise ValueError(
+                f"{optimizer} has no argument {name}={given[name]!r}, for it does no variance reduction; VR{optimizer} does"
+            )

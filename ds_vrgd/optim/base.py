@@ -1,0 +1,342 @@
+"""The step that all optimizers here share: GSNR in front of an unchanged base optimizer."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, ClassVar, Protocol
+
+import torch
+from torch import Tensor
+
+from ds_vrgd import gsnr
+from ds_vrgd.moments import LayerTable, Ranks, ShardLayout
+from ds_vrgd.optim import arguments
+from ds_vrgd.optim.plain import PlainObserver
+
+FEW_CHUNKS = 8
+
+_allocating = False
+
+
+@contextmanager
+def allocate_state_only() -> Iterator[None]:
+    """Make ``step()`` create missing state and update nothing.
+
+    For wrappers that call ``step()`` with zero gradients while they are built: a real step there would
+    count, and decay the weights.
+    """
+    global _allocating
+    before, _allocating = _allocating, True
+    try:
+        yield
+    finally:
+        _allocating = before
+
+
+class Observer(Protocol):
+    """Who watches the chunk gradients, and knows how the optimizer's tensors are laid out.
+
+    Attributes:
+        ranks: the ranks over which the tensors' layers are cut.
+        window: number of the window that is open; a window is what one optimizer step sees.
+    """
+
+    ranks: Ranks
+    window: int
+
+    def layout(self, tensor: Tensor) -> ShardLayout:
+        """What one of the optimizer's tensors holds."""
+        ...
+
+    def finish(self) -> int:
+        """Complete the window; returns its number of chunks k (0: nothing was observed)."""
+        ...
+
+    def moments(self, tensor: Tensor) -> tuple[Tensor, Tensor]:
+        """``mean`` and ``m2`` of one of the optimizer's tensors, flat."""
+        ...
+
+    def grad_norm(self, tensors: Sequence[Tensor]) -> Tensor:
+        """2-norm of the gradient that ``step()`` was handed, over the whole model: a scalar in SUM_DTYPE.
+
+        Args:
+            tensors: those of this call of ``step()``.
+        """
+        ...
+
+    def after_step(self) -> None:
+        """A call of ``step()`` has updated its tensors (under an engine, perhaps one of several calls)."""
+        ...
+
+
+@dataclass
+class Shard:
+    """One tensor that a call of ``step()`` updates, with what belongs to it.
+
+    Attributes:
+        group: its param group.
+        tensor: the weights, in their own shape.
+        grad: the gradient that the base optimizer takes, in the same shape: ``ghat`` after GSNR.
+        state: its optimizer state.
+    """
+
+    group: dict[str, Any]
+    tensor: Tensor
+    grad: Tensor
+    state: dict[str, Any]
+
+
+@dataclass
+class LayerStatistics:
+    """What one call of ``step()`` saw of its layers, on the device: columns of ``(L,)``, each over whole layers.
+
+    Attributes:
+        table: names and sizes of the layers.
+        k: number of chunks.
+        mean_ratio: mean of the raw ratio.
+        square: sum of the squared mean gradient, in the squared units of the gradients that autograd handed out (times the
+            loss scale, divided by the accumulation steps).
+        variance: sum of the 1/k variance, in the same units.
+        clamped_low, clamped_high: fraction of the elements whose ratio was raised to gamma, lowered to 1.
+    """
+
+    table: LayerTable
+    k: int
+    mean_ratio: Tensor
+    square: Tensor
+    variance: Tensor
+    clamped_low: Tensor | None = None
+    clamped_high: Tensor | None = None
+
+    def count(self, low: Tensor, high: Tensor) -> None:
+        """Take the number of clamped elements of every layer."""
+        self.clamped_low, self.clamped_high = low / self.table.numels, high / self.table.numels
+
+
+class VROptimizer(torch.optim.Optimizer):
+    """Base of all optimizers of this package.
+
+    A subclass gives :meth:`state_keys` and :meth:`_update`, the base optimizer's step on gradients that are already
+    variance-reduced. ``gamma=1`` in a param group turns GSNR off there: no hook, no traffic, no state.
+
+    Args:
+        params: parameters, or param groups that may override every argument.
+        defaults: hyper-parameters, checked here.
+    """
+
+    #: Whether the base optimizer counts its steps in ``state["step"]``.
+    counts_steps: ClassVar[bool] = False
+    #: Whether the ratio is averaged over the steps (``exp_avg_gsnr``) before it scales the gradient.
+    averages_ratio: ClassVar[bool] = False
+
+    def __init__(self, params: Iterable[Any], defaults: dict[str, Any]) -> None:
+        arguments.check(type(self).__name__, defaults, defaults)
+        self._init_observation()
+        super().__init__(params, defaults)
+        self.observe(PlainObserver(self.param_groups))
+
+    def _init_observation(self) -> None:
+        self._observer: Observer | None = None
+        self._tables: dict[tuple[int, ...], LayerTable] = {}
+        self._statistics: list[LayerStatistics] = []
+        self._statistics_window = -1
+        self._counts: list[Tensor] = []
+        self._warned_few_chunks = False
+
+    def observe(self, observer: Observer) -> None:
+        """Take layouts and moments from ``observer`` from now on."""
+        if isinstance(self._observer, PlainObserver):
+            self._observer.detach()
+        self._observer = observer
+        self._tables.clear()
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As in torch, with the group's own arguments checked; keys that are no argument are left alone."""
+        known = {name: value for name, value in param_group.items() if name in self.defaults}
+        arguments.check(type(self).__name__, self.defaults, known)
+        super().add_param_group(param_group)
+        if isinstance(self._observer, PlainObserver):
+            self._observer.watch(self.param_groups[-1])
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As in torch; the chunks that made up the gradients are forgotten with them."""
+        super().zero_grad(set_to_none)
+        if isinstance(self._observer, PlainObserver):
+            self._observer.after_step()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Restore; arguments that an older or a base optimizer's checkpoint lacks take this one's defaults."""
+        super().__setstate__(state)
+        for group in self.param_groups:
+            for name, value in self.defaults.items():
+                group.setdefault(name, value)
+        if not hasattr(self, "_observer"):
+            self._init_observation()
+            self.observe(PlainObserver(self.param_groups))
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> None:
+        """Update the parameters once.
+
+        Args:
+            closure: not supported, since it would run backward passes in the middle of a window.
+
+        Raises:
+            RuntimeError: GSNR is on and fewer than two chunks were observed since the last step.
+        """
+        if closure is not None:
+            raise ValueError(f"{type(self).__name__}.step() takes no closure; call backward() before step()")
+        shards = [
+            Shard(group, tensor, tensor.grad, self.state[tensor])
+            for group in self.param_groups
+            for tensor in group["params"]
+            if tensor.grad is not None
+        ]
+        for shard in shards:
+            self._ensure_state(shard)
+        if _allocating or not shards:
+            return
+        scaled = [shard for shard in shards if shard.group["gamma"] < 1.0]
+        if scaled:
+            self._scale_by_ratio(scaled)
+        self._update(shards)
+        if self._counts:
+            self.sum_over_ranks([])
+        self.observer.after_step()
+
+    @property
+    def observer(self) -> Observer:
+        """Who provides layouts and moments."""
+        assert self._observer is not None
+        return self._observer
+
+    def _ensure_state(self, shard: Shard) -> None:
+        """Create what state is missing, key by key: a checkpoint may have brought some of it."""
+        if self.counts_steps:
+            shard.state.setdefault("step", torch.tensor(0.0))
+        keys = self.state_keys(shard.group)
+        if self.averages_ratio and shard.group["gamma"] < 1.0 and shard.state["step"] == 0:
+            keys = (*keys, "exp_avg_gsnr")
+        for key in keys:
+            if key not in shard.state:
+                shard.state[key] = torch.zeros_like(shard.tensor, memory_format=torch.preserve_format)
+
+    def state_keys(self, group: dict[str, Any]) -> tuple[str, ...]:
+        """Per-element state that the base optimizer keeps for a param group."""
+        raise NotImplementedError
+
+    def _update(self, shards: Sequence[Shard]) -> None:
+        """The base optimizer's step on ``shard.grad``."""
+        raise NotImplementedError
+
+    # -- GSNR ---------------------------------------------------------------------------------------------------------
+
+    def _scale_by_ratio(self, shards: Sequence[Shard]) -> None:
+        """Replace each gradient by ``ghat`` (equations 2 and 7 to 10)."""
+        k = self._chunks()
+        table = self.table(shards)
+        raws: list[Tensor] = []
+        sums: list[Tensor] = []
+        square: list[Tensor] = []
+        variance: list[Tensor] = []
+        for shard, layout in zip(shards, table.layouts, strict=True):
+            mean, m2 = self.observer.moments(shard.tensor)
+            raws.append(gsnr.raw_ratio(mean, m2, k, shard.group["gsnr_eps"]))
+            sums.append(layout.sums(raws[-1], 1))
+            square.append(layout.sums(mean, 2))
+            variance.append(layout.sums(m2, 1) / k)
+        raw_sum, square_sum, variance_sum = self.sum_over_ranks([torch.cat(column) for column in (sums, square, variance)])
+        layer_mean = raw_sum / table.numels
+        low, high = [], []
+        for shard, layout, raw, mean in zip(shards, table.layouts, raws, table.split(layer_mean), strict=True):
+            gamma = shard.group["gamma"]
+            ratio = gsnr.normalized_ratio(raw, layout.spread(mean.to(raw.dtype)))
+            low.append(layout.sums((ratio < gamma).to(ratio.dtype), 1))
+            high.append(layout.sums((ratio > 1.0).to(ratio.dtype), 1))
+            ratio = gsnr.clamped_ratio(ratio, gamma).view_as(shard.grad)
+            if self.averages_ratio:
+                ratio = self._averaged(shard, ratio)
+            shard.grad = (ratio * shard.grad).to(shard.grad.dtype)
+        self._counts = [torch.cat(low), torch.cat(high)]
+        if self._statistics_window != self.observer.window:
+            self._statistics, self._statistics_window = [], self.observer.window
+        self._statistics.append(LayerStatistics(table, k, layer_mean, square_sum, variance_sum))
+
+    def _chunks(self) -> int:
+        """k of this window, checked."""
+        k = self.observer.finish()
+        if k < 2:
+            raise RuntimeError(
+                f"{type(self).__name__} saw k = {k} chunk gradients since the last step, and needs at least 2 for a variance "
+                "(a chunk is one micro-batch on one data-parallel rank). Use more ranks or accumulate more micro-batches "
+                "before step(), or set gamma=1.0 for the base optimizer."
+            )
+        if k < FEW_CHUNKS and not self._warned_few_chunks:
+            self._warned_few_chunks = True
+            warnings.warn(
+                f"{type(self).__name__} estimates the GSNR from only k = {k} chunks; the paper found k in [32, 256] best. More "
+                "accumulation steps at a smaller micro-batch raise k at the same batch size.",
+                stacklevel=5,
+            )
+        return k
+
+    def _averaged(self, shard: Shard, ratio: Tensor) -> Tensor:
+        """Debiased running mean of the ratio over the steps, in the units of the ratio.
+
+        An average that begins late (a checkpoint of the base optimizer brought ``step`` but no average) begins as if
+        every earlier ratio had equalled the first, which keeps its debiasing exact.
+        """
+        beta3 = shard.group["beta3"]
+        steps = int(shard.state["step"]) + 1
+        if "exp_avg_gsnr" not in shard.state:
+            shard.state["exp_avg_gsnr"] = (ratio * (1.0 - beta3 ** (steps - 1))).to(shard.tensor.dtype)
+        average = shard.state["exp_avg_gsnr"].mul_(beta3).add_(ratio, alpha=1.0 - beta3)
+        return average / (1.0 - beta3**steps)
+
+    # -- sums over whole layers ---------------------------------------------------------------------------------------
+
+    def table(self, shards: Sequence[Shard]) -> LayerTable:
+        """The layers of ``shards``, side by side."""
+        layouts = [self.observer.layout(shard.tensor) for shard in shards]
+        key = tuple(id(layout) for layout in layouts)
+        if key not in self._tables:
+            self._tables[key] = LayerTable(layouts, shards[0].tensor.device)
+        return self._tables[key]
+
+    def sum_over_ranks(self, columns: Sequence[Tensor]) -> list[Tensor]:
+        """``columns`` summed over the ranks that share layers, in one all-reduce with the counts that wait for a ride."""
+        totals = self.observer.ranks.sum([*columns, *self._counts])
+        if self._counts:
+            self._statistics[-1].count(*totals[-2:])
+            self._counts = []
+        return totals[: len(columns)]
+
+    def layer_norms(self, shards: Sequence[Shard], *tensors: Sequence[Tensor]) -> list[list[Tensor]]:
+        """2-norms over whole layers, in one all-reduce for all of them.
+
+        Args:
+            shards: those of this call, the same on every rank.
+            tensors: sequences of one tensor a shard, of the shards' shapes.
+
+        Returns:
+            For each sequence, for each shard, ``(layers of the shard,)`` in :data:`SUM_DTYPE`.
+        """
+        table = self.table(shards)
+        columns = [table.sums([tensor.flatten() for tensor in sequence], 2) for sequence in tensors]
+        return [table.split(total.sqrt()) for total in self.sum_over_ranks(columns)]
+
+    @property
+    def layer_statistics(self) -> Sequence[LayerStatistics]:
+        """What the last step saw, one entry for each of its calls; empty before the first, or with ``gamma=1``."""
+        return self._statistics
+
+
+def by_group(shards: Sequence[Shard]) -> list[list[Shard]]:
+    """The shards of each param group, in the order of the groups."""
+    groups: dict[int, list[Shard]] = {}
+    for shard in shards:
+        groups.setdefault(id(shard.group), []).append(shard)
+    return list(groups.values())

@@ -1,0 +1,123 @@
+"""LAMB and VR-LAMB, with trust ratios of whole layers however they are sharded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ds_vrgd.optim.arguments import refuse_gsnr
+from ds_vrgd.optim.base import Shard, VROptimizer
+from ds_vrgd.optim.trust import over_shard, trust_ratio
+
+
+class VRLAMB(VROptimizer):
+    """LAMB whose two moments both take ``ghat = phat * gbar``, with phat the debiased running mean of r.
+
+    ``u = mhat / (sqrt(vhat) + eps) + weight_decay * w``; ``w -= lr * |w| / |u| * u``, both norms over the whole layer, and
+    their ratio 1 where either is 0. The order of averaging and scaling is our reading of the VRGD paper's section 4.2; its
+    appendix D, which holds the algorithm, is not available.
+
+    Args:
+        params: parameters, or param groups that may override every argument.
+        lr: learning rate.
+        betas: decay of the first and second moment, each in [0, 1).
+        beta3: decay of the running mean of the ratio, in [0, 1).
+        eps: added to the root of the second moment, in the gradient's units.
+        weight_decay: decoupled decay, inside the trust ratio.
+        gamma: floor of r, in (0, 1] (equation 9); 1 is LAMB.
+        gsnr_eps: floor of the variance relative to the squared mean.
+        bias_correction: debias the two moments.
+        trust_clip: bounds ``(lo, hi)`` of the trust ratio, or None.
+        adapt: False for a trust ratio of 1; meant for the param group of biases and normalisation weights.
+        prenormalize: divide the gradient by its 2-norm over the whole model first, as NVLAMB does.
+
+    Raises:
+        ValueError: an argument out of its range.
+
+    Source: You et al. 2019, "Large Batch Optimization for Deep Learning", algorithm 2; the VRGD paper, section 4.2.
+    """
+
+    counts_steps = True
+    averages_ratio = True
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        *,
+        betas: tuple[float, float] = (0.9, 0.999),
+        beta3: float = 0.9,
+        eps: float = 1e-6,
+        weight_decay: float = 0.0,
+        gamma: float = 0.1,
+        gsnr_eps: float = 1e-6,
+        bias_correction: bool = True,
+        trust_clip: tuple[float, float] | None = None,
+        adapt: bool = True,
+        prenormalize: bool = False,
+    ) -> None:
+        super().__init__(
+            params,
+            {
+                "lr": lr,
+                "betas": betas,
+                "beta3": beta3,
+                "eps": eps,
+                "weight_decay": weight_decay,
+                "gamma": gamma,
+                "gsnr_eps": gsnr_eps,
+                "bias_correction": bias_correction,
+                "trust_clip": trust_clip,
+                "adapt": adapt,
+                "prenormalize": prenormalize,
+            },
+        )
+
+    def state_keys(self, group: dict[str, Any]) -> tuple[str, ...]:
+        """First and second moment."""
+        return ("exp_avg", "exp_avg_sq")
+
+    def _update(self, shards: Sequence[Shard]) -> None:
+        self._prenormalize(shards)
+        updates = [self._direction(shard) for shard in shards]
+        weight_norms, update_norms = self.layer_norms(shards, [shard.tensor for shard in shards], updates)
+        layouts = self.table(shards).layouts
+        for shard, update, layout, w, u in zip(shards, updates, layouts, weight_norms, update_norms, strict=True):
+            ratio = trust_ratio(w, u, (w > 0) & (u > 0), shard.group)
+            shard.tensor.sub_(over_shard(layout, ratio * shard.group["lr"], shard.tensor) * update)
+
+    def _prenormalize(self, shards: Sequence[Shard]) -> None:
+        """Divide by the gradient's norm; that the ratio is already multiplied in makes no difference."""
+        chosen = [shard for shard in shards if shard.group["prenormalize"]]
+        if chosen:
+            norm = self.observer.grad_norm([shard.tensor for shard in shards])
+            divisor = torch.where(norm > 0, norm, torch.ones_like(norm))
+            for shard in chosen:
+                shard.grad = shard.grad / divisor.to(shard.grad.dtype)
+
+    @staticmethod
+    def _direction(shard: Shard) -> Tensor:
+        """Advance the moments; returns ``u``."""
+        group, state = shard.group, shard.state
+        beta1, beta2 = group["betas"]
+        state["step"] += 1
+        mean = state["exp_avg"].lerp_(shard.grad, 1.0 - beta1)
+        square = state["exp_avg_sq"].mul_(beta2).addcmul_(shard.grad, shard.grad, value=1.0 - beta2)
+        if group["bias_correction"]:
+            steps = int(state["step"])
+            mean, square = mean / (1.0 - beta1**steps), square / (1.0 - beta2**steps)
+        return (mean / (square.sqrt().add_(group["eps"]))).add_(shard.tensor, alpha=group["weight_decay"])
+
+
+class LAMB(VRLAMB):
+    """LAMB without variance reduction: :class:`VRLAMB` at ``gamma=1``, exact under every ZeRO stage.
+
+    Takes the arguments of :class:`VRLAMB` but ``beta3``, ``gamma`` and ``gsnr_eps``.
+    """
+
+    def __init__(self, params: Iterable[Any], lr: float = 1e-3, **arguments: Any) -> None:
+        refuse_gsnr(type(self).__name__, arguments)
+        super().__init__(params, lr, gamma=1.0, **arguments)

@@ -1,0 +1,105 @@
+"""Reading what the last step measured: GSNR layer by layer, and the gradient noise scale."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from ds_vrgd import gsnr
+from ds_vrgd.optim import LayerStatistics, VROptimizer
+
+
+@dataclass(frozen=True)
+class LayerGSNR:
+    """One layer's GSNR at the last step.
+
+    Attributes:
+        mean_ratio: mean over the layer of the raw ratio (equation 2), before it is normalised.
+        clamped_low: fraction of the elements whose normalised ratio was raised to gamma.
+        clamped_high: fraction whose normalised ratio was lowered to 1.
+    """
+
+    mean_ratio: float
+    clamped_low: float
+    clamped_high: float
+
+
+@dataclass(frozen=True)
+class GSNRStatistics:
+    """What the last optimizer step saw.
+
+    Attributes:
+        k: number of chunks: data-parallel ranks x micro-batches.
+        layers: by parameter name.
+    """
+
+    k: int
+    layers: dict[str, LayerGSNR]
+
+
+def find_optimizer(engine_or_optimizer: Any) -> VROptimizer:
+    """Our optimizer inside an engine, a wrapper, or itself.
+
+    Raises:
+        TypeError: there is none.
+    """
+    seen: Any = engine_or_optimizer
+    while seen is not None and not isinstance(seen, VROptimizer):
+        seen = getattr(seen, "basic_optimizer", None) or getattr(seen, "optimizer", None)
+    if seen is None:
+        raise TypeError(f"{type(engine_or_optimizer).__name__} holds no optimizer of ds_vrgd")
+    return seen
+
+
+def _measured(engine_or_optimizer: Any) -> list[LayerStatistics]:
+    optimizer = find_optimizer(engine_or_optimizer)
+    measured = list(optimizer.layer_statistics)
+    if not measured:
+        raise RuntimeError(
+            f"{type(optimizer).__name__} has measured no GSNR: either it has not stepped yet, or gamma=1.0 turns GSNR off"
+        )
+    return measured
+
+
+def gsnr_stats(engine_or_optimizer: Any) -> GSNRStatistics:
+    """GSNR of every layer at the last step, the same on all ranks. Not a collective.
+
+    Args:
+        engine_or_optimizer: a DeepSpeed engine, or one of our optimizers, or what wraps it.
+
+    Raises:
+        TypeError: there is no optimizer of ours inside.
+        RuntimeError: nothing was measured yet, or ``gamma=1``.
+    """
+    layers: dict[str, LayerGSNR] = {}
+    measured = _measured(engine_or_optimizer)
+    for part in measured:
+        assert part.clamped_low is not None and part.clamped_high is not None
+        rows = zip(part.mean_ratio.tolist(), part.clamped_low.tolist(), part.clamped_high.tolist(), strict=True)
+        layers |= {name: LayerGSNR(*row) for name, row in zip(part.table.names, rows, strict=True)}
+    return GSNRStatistics(measured[-1].k, layers)
+
+
+def noise_scale(engine_or_optimizer: Any, chunk_size: float | None = None) -> float:
+    """Simple gradient noise scale of the last step, in samples (McCandlish et al. 2018); the same on all ranks.
+
+    One step's estimate is itself noisy: average numerator and denominator over steps before trusting it.
+
+    Args:
+        engine_or_optimizer: a DeepSpeed engine, or one of our optimizers, or what wraps it.
+        chunk_size: samples in one micro-batch on one rank; a DeepSpeed engine knows it.
+
+    Raises:
+        TypeError: there is no optimizer of ours inside.
+        ValueError: the size of a chunk is not known.
+        RuntimeError: nothing was measured yet, or ``gamma=1``.
+    """
+    if chunk_size is None:
+        micro_batch = getattr(engine_or_optimizer, "train_micro_batch_size_per_gpu", None)
+        if micro_batch is None:
+            raise ValueError("chunk_size=None: give the samples of one micro-batch, or a DeepSpeed engine, which knows them")
+        chunk_size = micro_batch()
+    measured = _measured(engine_or_optimizer)
+    square = sum(part.square.sum() for part in measured)
+    variance = sum(part.variance.sum() for part in measured)
+    return float(gsnr.noise_scale(square, variance, measured[-1].k, chunk_size))

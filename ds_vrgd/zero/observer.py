@@ -1,0 +1,90 @@
+"""Observation inside a DeepSpeed engine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ds_vrgd.moments import SUM_DTYPE, Ranks, ReplicatedMoments, ShardedMoments, ShardLayout
+from ds_vrgd.zero.wrappers import Holdings
+
+Engine = Any
+
+# Elements of an exchanged bucket: 64 MB in bf16, enough to fill a link, little beside DeepSpeed's own 1 GB.
+LARGEST_BUCKET = 2**25
+
+
+class EngineObserver:
+    """Hooks on the model's parameters, and the engine's word for where micro-batches and windows end.
+
+    Args:
+        engine: the engine, built.
+        holdings: what its optimizer wrapper holds.
+    """
+
+    def __init__(self, engine: Engine, holdings: Holdings) -> None:
+        self.window = 0
+        self._engine = engine
+        self._holdings = holdings
+        self.ranks = Ranks(holdings.group, engine.device)
+        self._whole: ReplicatedMoments | None = None
+        self._cut: ShardedMoments | None = None
+        if holdings.routes:
+            routes = holdings.routes[::-1]  # backward reaches the parameters about in the reverse of their order
+            bucket = min(int(engine.zero_reduce_bucket_size()), LARGEST_BUCKET)
+            self._cut = ShardedMoments(routes, holdings.group, bucket)
+            self._hook([route.param for route in routes], self._cut)
+        if holdings.copies:
+            params = list(holdings.copies.values())
+            self._whole = ReplicatedMoments(params, engine.seq_data_parallel_group)
+            self._hook(params, self._whole)
+
+    @staticmethod
+    def _hook(params: Sequence[Tensor], moments: ReplicatedMoments | ShardedMoments) -> None:
+        for param in params:
+            # A tensor hook sees the gradient of one micro-batch, before DeepSpeed's own hooks reduce it.
+            param.register_hook(lambda grad, param=param: moments.add(param, grad))
+
+    @property
+    def _moments(self) -> ReplicatedMoments | ShardedMoments | None:
+        return self._cut if self._cut is not None else self._whole
+
+    def end_micro_batch(self) -> None:
+        """A backward pass of the engine is over."""
+        if self._moments is not None:
+            self._moments.end_micro_batch()
+
+    def end_window(self) -> None:
+        """The engine has stepped, or has skipped the step because of an overflow."""
+        self.window += 1
+        if self._moments is not None:
+            self._moments.reset()
+
+    def layout(self, tensor: Tensor) -> ShardLayout:
+        """What one of the optimizer's tensors holds."""
+        return self._holdings.layouts[tensor]
+
+    def finish(self) -> int:
+        """k of the window; a collective where the ranks hold whole parameters."""
+        return 0 if self._moments is None else self._moments.finish()
+
+    def moments(self, tensor: Tensor) -> tuple[Tensor, Tensor]:
+        """``mean`` and ``m2`` of one of the optimizer's tensors."""
+        if self._cut is not None:
+            return self._cut.moments(tensor)
+        assert self._whole is not None
+        return self._whole.moments(self._holdings.copies[tensor])
+
+    def grad_norm(self, tensors: Sequence[Tensor]) -> Tensor:
+        """2-norm of the gradient as handed to ``step()``, over the whole model."""
+        wrapper = self._engine.optimizer
+        if hasattr(wrapper, "handed_norm"):
+            return torch.as_tensor(wrapper.handed_norm, dtype=SUM_DTYPE, device=tensors[0].device)
+        squares = [tensor.grad.to(SUM_DTYPE).square().sum() for tensor in tensors if tensor.grad is not None]
+        return self.ranks.sum([torch.stack(squares).sum().reshape(1)])[0].sqrt()
+
+    def after_step(self) -> None:
+        """Nothing ends here: the engine may call ``step()`` again for another group of the same window."""

@@ -1,0 +1,145 @@
+"""Configurations under which the result could not be exact: refused when the engine is built."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from deepspeed.runtime.pipe.engine import PipelineEngine
+
+Engine = Any
+
+
+def _stage(engine: Engine) -> int:
+    return int(engine.zero_optimization_stage())
+
+
+def _fp16_without_zero(engine: Engine) -> str | None:
+    if engine.fp16_enabled() and _stage(engine) == 0:
+        return (
+            "fp16.enabled=true with zero_optimization.stage=0: DeepSpeed never scales the loss there but still divides the "
+            "gradient by the loss scale. Use stage 1, 2 or 3, or bf16"
+        )
+    return None
+
+
+def _fp16_autocast(engine: Engine) -> str | None:
+    if engine.torch_autocast_enabled() and engine.torch_autocast_dtype() == torch.float16 and _stage(engine) > 0:
+        return (
+            "torch_autocast.dtype=float16 with ZeRO: each rank decides alone whether it skips an overflowing step, and the ranks "
+            "would wait for each other for ever. Use torch_autocast.dtype=bfloat16, or fp16.enabled=true"
+        )
+    return None
+
+
+def _deepcompile(engine: Engine) -> str | None:
+    if engine.is_deepcompile_enabled():
+        return "compile.deepcompile=true: gradients are reduced inside the graph, where no rank's own can be seen. Set it to false"
+    return None
+
+
+def _zenflow(engine: Engine) -> str | None:
+    if engine.zenflow:
+        return "zero_optimization.zenflow: it updates selected channels with an optimizer of its own. Remove that section"
+    return None
+
+
+def _super_offload(engine: Engine) -> str | None:
+    if engine.super_offload():
+        return "offload_optimizer.super_offload=true: it steps with its own CPU Adam instead. Set it to false"
+    return None
+
+
+def _partial_offload(engine: Engine) -> str | None:
+    offload = engine._config.zero_config.offload_optimizer
+    if offload is not None and offload.ratio < 1.0:
+        return f"offload_optimizer.ratio={offload.ratio}: part of the step is done by another Adam. Set it to 1.0"
+    return None
+
+
+def _nvme_offload(engine: Engine) -> str | None:
+    offload = engine._config.zero_config.offload_optimizer
+    if offload is not None and str(getattr(offload.device, "value", offload.device)) == "nvme":
+        return "offload_optimizer.device=nvme: not verified yet. Use cpu"
+    return None
+
+
+def _sparse_gradients(engine: Engine) -> str | None:
+    if engine.sparse_gradients_enabled():
+        return "sparse_gradients=true: the variance of a row needs the chunks in which it is zero. Set it to false"
+    return None
+
+
+def _quantized_gradients(engine: Engine) -> str | None:
+    if _stage(engine) == 3 and engine.zero_quantized_gradients():
+        return "zero_optimization.zero_quantized_gradients=true: the mean gradient is quantised. Set it to false"
+    return None
+
+
+def _mics(engine: Engine) -> str | None:
+    size = engine._config.zero_config.mics_shard_size
+    if size and size > 0:
+        return f"zero_optimization.mics_shard_size={size}: gradients are reduced in two levels. Remove it"
+    return None
+
+
+def _pipeline(engine: Engine) -> str | None:
+    if isinstance(engine, PipelineEngine):
+        return "PipelineModule: pipeline parallelism is not supported yet. Use ZeRO without a pipeline"
+    return None
+
+
+def _model_parallel(engine: Engine) -> str | None:
+    if engine.mp_world_size > 1:
+        return f"a tensor-parallel group of {engine.mp_world_size} ranks: not supported yet. Use data parallelism alone"
+    return None
+
+
+def _sequence_parallel(engine: Engine) -> str | None:
+    if engine.sequence_parallel_size > 1:
+        return f"sequence_parallel_size={engine.sequence_parallel_size}: not supported yet. Set it to 1"
+    return None
+
+
+def _experts(engine: Engine) -> str | None:
+    if engine.has_moe_layers:
+        return "MoE layers: expert parallelism is not supported yet"
+    return None
+
+
+def _summed_gradients(engine: Engine) -> str | None:
+    if not engine.gradient_average:
+        return "gradient_allreduce_op=sum: the mean over the ranks is part of the definition. Use the default, mean"
+    return None
+
+
+REFUSALS: tuple[Callable[[Engine], str | None], ...] = (
+    _fp16_without_zero,
+    _fp16_autocast,
+    _deepcompile,
+    _zenflow,
+    _super_offload,
+    _partial_offload,
+    _nvme_offload,
+    _sparse_gradients,
+    _quantized_gradients,
+    _mics,
+    _pipeline,
+    _model_parallel,
+    _sequence_parallel,
+    _experts,
+    _summed_gradients,
+)
+
+
+def refuse_inexact(engine: Engine, optimizer: str) -> None:
+    """Raise for every setting of the engine that cannot be exact, all in one message.
+
+    Raises:
+        ValueError: each setting with its value, the reason and the way out.
+    """
+    found = [reason for check in REFUSALS if (reason := check(engine)) is not None]
+    if found:
+        listed = "\n".join(f"  - {reason}." for reason in found)
+        raise ValueError(f"{optimizer} cannot be exact under this configuration:\n{listed}")

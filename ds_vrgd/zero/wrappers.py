@@ -1,0 +1,183 @@
+"""Where each of DeepSpeed's optimizer wrappers keeps which element of which parameter.
+
+One function a wrapper; each reads DeepSpeed's own bookkeeping and turns it into layouts and routes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
+from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+from torch import Tensor
+
+from ds_vrgd.moments import Layer, Route, Segment, ShardLayout
+
+Engine = Any
+
+
+@dataclass
+class Holdings:
+    """What the client optimizer's tensors hold.
+
+    Attributes:
+        layouts: of every tensor that ``step()`` will be called with.
+        group: process group over which the layers are cut; None where every rank holds them whole.
+        routes: for cut layers, where each observed parameter's elements are owned.
+        copies: for whole layers, the observed parameter behind each optimizer tensor.
+    """
+
+    layouts: dict[Tensor, ShardLayout] = field(default_factory=dict)
+    group: Any | None = None
+    routes: list[Route] = field(default_factory=list)
+    copies: dict[Tensor, Tensor] = field(default_factory=dict)
+
+
+def holdings_of(engine: Engine) -> Holdings:
+    """Read the engine's optimizer wrapper.
+
+    Raises:
+        RuntimeError: the wrapper is none that is known.
+    """
+    wrapper = engine.optimizer
+    if wrapper is engine.basic_optimizer:
+        return _unwrapped(engine)
+    readers: dict[type, Callable[[Engine], Holdings]] = {
+        FP16_UnfusedOptimizer: _unfused,
+        BF16_Optimizer: _bf16,
+        DeepSpeedZeroOptimizer: _stages_1_and_2,
+        DeepSpeedZeroOptimizer_Stage3: _stage_3,
+    }
+    if type(wrapper) not in readers:
+        raise RuntimeError(
+            f"DeepSpeed built a {type(wrapper).__name__}, which ds_vrgd does not know, so no statistics would be right. Please "
+            "report it with your DeepSpeed configuration."
+        )
+    return readers[type(wrapper)](engine)
+
+
+def _observed(group: dict[str, Any]) -> bool:
+    return bool(group["gamma"] < 1.0)
+
+
+def _unwrapped(engine: Engine) -> Holdings:
+    """Stage 0 in fp32: the optimizer has the model's own parameters."""
+    held = Holdings()
+    for group in engine.basic_optimizer.param_groups:
+        for param in group["params"]:
+            held.layouts[param] = ShardLayout.whole(engine.param_names.get(param, "unnamed"), param.numel())
+            if _observed(group) and param.requires_grad:
+                held.copies[param] = param
+    return held
+
+
+def _unfused(engine: Engine) -> Holdings:
+    """Stage 0 in bf16: the optimizer has an fp32 copy of each parameter."""
+    held, wrapper = Holdings(), engine.optimizer
+    groups = zip(wrapper.optimizer.param_groups, wrapper.fp16_groups, wrapper.fp32_groups, strict=True)
+    for group, params, copies in groups:
+        for param, copy in zip(params, copies, strict=True):
+            held.layouts[copy] = ShardLayout.whole(engine.param_names[param], param.numel())
+            if _observed(group):
+                held.copies[copy] = param
+    return held
+
+
+def _bf16(engine: Engine) -> Holdings:
+    """Stage 1 in bf16 with fp32 accumulation: parameters end to end in one flat buffer a group."""
+    wrapper = engine.optimizer
+    held = Holdings(group=wrapper.real_dp_process_group[0])
+    groups = zip(wrapper.optimizer.param_groups, wrapper.bf16_groups, wrapper.fp32_groups_flat_partition, strict=True)
+    for group, params, shard in groups:
+        _add_flat_group(held, engine, group, params, _end_to_end(params), shard)
+    return held
+
+
+def _stages_1_and_2(engine: Engine) -> Holdings:
+    """Stages 1 and 2: parameters in the order of ``round_robin_bit16_groups``, perhaps with gaps between them."""
+    wrapper = engine.optimizer
+    held = Holdings(group=wrapper.real_dp_process_group[0])
+    groups = zip(
+        wrapper.optimizer.param_groups,
+        wrapper.round_robin_bit16_groups,
+        wrapper.round_robin_bit16_offsets,
+        wrapper.single_partition_of_fp32_groups,
+        strict=True,
+    )
+    for group, params, offsets, shard in groups:
+        _add_flat_group(held, engine, group, params, offsets, shard)
+    return held
+
+
+def _end_to_end(params: Sequence[Tensor]) -> list[int]:
+    offsets, end = [], 0
+    for param in params:
+        offsets.append(end)
+        end += param.numel()
+    return offsets
+
+
+def _add_flat_group(
+    held: Holdings, engine: Engine, group: dict[str, Any], params: Sequence[Tensor], offsets: Sequence[int], shard: Tensor
+) -> None:
+    """A flat buffer that is cut into one equal shard a rank, without regard for the parameters in it."""
+    rank, size = torch.distributed.get_rank(held.group), shard.numel()
+    segments = []
+    for index, (param, offset) in enumerate(zip(params, offsets, strict=True)):
+        begin, end = max(offset, rank * size), min(offset + param.numel(), (rank + 1) * size)
+        if begin < end:
+            segments.append(Segment(index, begin - rank * size, end - begin))
+        if _observed(group):
+            name = engine.param_names[param]
+            runs = _runs_across(offset, param.numel(), size)
+            held.routes.append(Route(param, name, param.numel(), runs, shard, begin - rank * size))
+    layers = tuple(Layer(engine.param_names[param], param.numel()) for param in params)
+    held.layouts[shard] = ShardLayout(layers, tuple(segments), size)
+
+
+def _runs_across(offset: int, numel: int, size: int) -> tuple[tuple[int, int], ...]:
+    """``(rank, elements)`` of the pieces into which shards of ``size`` cut ``numel`` elements from ``offset`` on."""
+    runs, position = [], offset
+    while position < offset + numel:
+        rank = position // size
+        end = min(offset + numel, (rank + 1) * size)
+        runs.append((rank, end - position))
+        position = end
+    return tuple(runs)
+
+
+def _stage_3(engine: Engine) -> Holdings:
+    """Stage 3: every parameter cut into equal slots over all ranks; the tail of the last is uninitialised memory."""
+    wrapper = engine.optimizer
+    held = Holdings(group=wrapper.dp_process_group)
+    rank, ranks = torch.distributed.get_rank(held.group), torch.distributed.get_world_size(held.group)
+    for sub_group, (params, shard) in enumerate(
+        zip(wrapper.fp16_groups, wrapper.fp32_partitioned_groups_flat, strict=True)
+    ):
+        group = wrapper.optimizer.param_groups[wrapper.sub_group_to_group_id[sub_group]]
+        segments = []
+        for index, param in enumerate(params):
+            _, start, slot = wrapper.grad_position[wrapper.get_param_id(param)]
+            runs = _slots(param.ds_numel, slot, ranks)
+            own = dict(runs).get(rank, 0)
+            if own:
+                segments.append(Segment(index, start, own))
+            if _observed(group):
+                held.routes.append(
+                    Route(param, engine.param_names[param], param.ds_numel, runs, shard, start, slot=slot)
+                )
+        layers = tuple(Layer(engine.param_names[param], param.ds_numel) for param in params)
+        held.layouts[shard] = ShardLayout(layers, tuple(segments), shard.numel())
+    return held
+
+
+def _slots(numel: int, slot: int, ranks: int) -> tuple[tuple[int, int], ...]:
+    """``(rank, elements)`` of the slots that hold anything."""
+    filled = math.ceil(numel / slot) if slot else 0
+    return tuple((rank, min(slot, numel - rank * slot)) for rank in range(min(filled, ranks)))
