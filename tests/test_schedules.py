@@ -12,7 +12,7 @@ from ds_vrgd.schedules import legw_warmup_ratio, phase_of_step, square_root_scal
 LAMB_BATCHES = [512, 1024, 2048, 4096, 8192, 16384, 32768]
 
 
-@pytest.mark.parametrize("index, batch", enumerate(LAMB_BATCHES))
+@pytest.mark.parametrize("index, batch", list(enumerate(LAMB_BATCHES)))
 def test_scaling_rules_reproduce_the_lamb_table(index: int, batch: int) -> None:
     assert square_root_scaled_lr(5e-3, 32768, batch) == pytest.approx(5e-3 / 2 ** (3.0 - 0.5 * index))
     assert legw_warmup_ratio(1 / 320, 512, batch) == pytest.approx(1 / (320 / 2**index))
@@ -39,9 +39,7 @@ def test_linear_warmup_then_linear_decay(step: int, expected: float) -> None:
 
 
 def test_decay_power_shapes_only_the_decay() -> None:
-    rates = [
-        warmup_polynomial_lr(s, total_steps=8, peak_lr=2.0, warmup_steps=4, power=0.5) for s in range(8)
-    ]
+    rates = [warmup_polynomial_lr(s, total_steps=8, peak_lr=2.0, warmup_steps=4, power=0.5) for s in range(8)]
     assert rates[:4] == pytest.approx([0.5, 1.0, 1.5, 2.0])
     assert rates[4:] == pytest.approx([2.0 * math.sqrt(1 - i / 4) for i in range(4)])
 

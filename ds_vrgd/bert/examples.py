@@ -6,6 +6,7 @@ function of (seed, phase, step): any number of ranks and any accumulation sees t
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 
@@ -53,7 +54,7 @@ class ExampleBuilder:
     sequence_length: int
     ids: SpecialIds
 
-    def batch(self, chunks: list[int], keys: list[tuple[int, ...]]) -> Batch:
+    def batch(self, chunks: list[int], keys: Sequence[tuple[int, ...]]) -> Batch:
         """Examples of the given chunks; ``keys[i]`` seeds all random choices of example i.
 
         Returns:

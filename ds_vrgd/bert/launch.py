@@ -30,8 +30,8 @@ def configure_cpu_ranks() -> None:
     if get_accelerator().device_name() != "cpu":
         return
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    if "OMP_NUM_THREADS" not in os.environ or "LOCAL_SIZE" in os.environ:
-        local_ranks = int(os.environ.get("LOCAL_SIZE", 1))
+    if "OMP_NUM_THREADS" not in os.environ:
+        local_ranks = int(os.environ.get("LOCAL_SIZE", "1"))  # set by DeepSpeed's launcher
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local_ranks))
 
 
@@ -61,7 +61,9 @@ def load_deepspeed_config(path: Path) -> dict[str, Any]:
     return config
 
 
-def fill_deepspeed_config(config: dict[str, Any], run: RunFile, phase: Phase, ranks: int, output: Path) -> dict[str, Any]:
+def fill_deepspeed_config(
+    config: dict[str, Any], run: RunFile, phase: Phase, ranks: int, output: Path
+) -> dict[str, Any]:
     """The configuration for ``deepspeed.initialize``: batch sizes of ``phase``, monitors, "auto" values.
 
     ``bf16.enabled`` = "auto" means: on an accelerator yes, on CPU no (where few processors are fast in bf16).

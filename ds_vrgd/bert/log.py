@@ -56,7 +56,7 @@ def gsnr_record(engine: Any) -> dict[str, float] | None:
     """Means over the layers of the GSNR statistics of the last update; None for an optimizer without GSNR."""
     try:
         stats = ds_vrgd.gsnr_stats(engine)
-    except (RuntimeError, AttributeError):  # gamma = 1, or not one of our variance-reduced optimizers
+    except (RuntimeError, TypeError):  # gamma = 1, or not an optimizer of ours
         return None
     layers = list(stats.layers.values())
     return {
@@ -101,8 +101,7 @@ def plot(output: Path) -> Path:
     axes[2].set_xlabel("update")
     axes[0].legend()
     if with_gsnr:
-        handles, labels = (a + b for a, b in zip(*(axis.get_legend_handles_labels() for axis in (axes[2], ratio))))
-        axes[2].legend(handles, labels)
+        axes[2].legend(handles=axes[2].get_lines() + ratio.get_lines())
     path = output / "training.png"
     figure.savefig(path, dpi=120)
     pyplot.close(figure)

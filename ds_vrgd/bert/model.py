@@ -8,7 +8,7 @@ import torch
 from torch.nn import functional
 from transformers import BertConfig, BertForPreTraining
 
-from ds_vrgd.bert.examples import IGNORED_LABEL, Batch
+from ds_vrgd.bert.examples import IGNORED_LABEL
 from ds_vrgd.bert.runfile import ModelSection
 
 _VOCABULARY_MULTIPLE = 8  # matrix units work on tiles; rows beyond the vocabulary are never used

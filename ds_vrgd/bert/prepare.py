@@ -45,7 +45,7 @@ class PreparedData:
 def prepare(run: RunFile, folder: Path, report: Callable[[str], None]) -> None:
     """Write the data of ``run`` into ``folder``, or check what an earlier run wrote there.
 
-    One process does this, the others wait. The corpus is streamed (twice when the vocabulary is trained), and the
+    One process does this, the others wait. The corpus is streamed (three times when the vocabulary is trained), and the
     folder appears under its name only when it is complete.
 
     Raises:
@@ -53,18 +53,24 @@ def prepare(run: RunFile, folder: Path, report: Callable[[str], None]) -> None:
     """
     if folder.exists():
         _check_manifest(run, folder)
+        _add_spans(run, folder)
     else:
         partial = folder.with_name(folder.name + ".partial")
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
         try:
             _write(run, partial, report)
+            _add_spans(run, partial)
         except InputError:
             shutil.rmtree(partial)
             with contextlib.suppress(OSError):  # an output folder made for this and empty again
                 partial.parent.rmdir()
             raise
         partial.rename(folder)
+
+
+def _add_spans(run: RunFile, folder: Path) -> None:
+    """Cut both splits for the run's sequence lengths, where an earlier run has not."""
     manifest = _read_manifest(folder)
     for name in ("train", "held_out"):
         split = Split.open(folder / name, manifest["dtype"])
@@ -78,7 +84,8 @@ def prepare(run: RunFile, folder: Path, report: Callable[[str], None]) -> None:
                     f"the {name.replace('_', '-')} documents have no two sentences in a row, so they give no sentence "
                     "pair; use a corpus with longer documents"
                 )
-            np.save(file, spans)
+            np.save(file.with_suffix(".partial.npy"), spans)
+            file.with_suffix(".partial.npy").replace(file)
 
 
 def open_prepared(run: RunFile, folder: Path) -> PreparedData:
@@ -109,7 +116,7 @@ def _write(run: RunFile, folder: Path, report: Callable[[str], None]) -> None:
     else:
         assert run.vocabulary.size is not None  # the run file holds exactly one of the two
         report(f"training a vocabulary of {run.vocabulary.size} pieces")
-        tokenizer = train_tokenizer(_training_texts(run), run.vocabulary.size)
+        tokenizer = train_tokenizer(lambda: _training_texts(run), run.vocabulary.size)
     tokenizer.save_pretrained(str(folder / "tokenizer"))
     report("tokenising the corpus")
     dtype = "uint16" if len(tokenizer) <= 2**16 else "uint32"

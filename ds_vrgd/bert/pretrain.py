@@ -94,7 +94,8 @@ class Training:
             at_end = step + 1 == phase.steps
             if at_end or (done + step + 1) % self.run.checkpoint_every == 0:
                 checkpoint.save(self.engine, self.output, done + step + 1, self.description)
-                self.evaluate(phase.sequence_length, phase.micro_batch, done + step + 1)
+                if not (at_end and index + 1 == len(self.run.phases)):  # the run's end has its own evaluation
+                    self.evaluate(index, done + step + 1)
         bar.close()
 
     def update(self, batches: Iterator[Batch], phase_index: int, step: int, lr: float) -> tuple[float, float]:
@@ -140,12 +141,13 @@ class Training:
                 "lower lr or fp16.initial_scale_power"
             )
 
-    def evaluate(self, sequence_length: int, micro_batch: int, step: int) -> tuple[float, float]:
-        """Held-out (masked-LM loss, unigram entropy) after ``step`` updates. Collective."""
+    def evaluate(self, index: int, step: int) -> tuple[float, float]:
+        """Held-out (masked-LM loss, unigram entropy) after ``step`` updates, at phase ``index``'s length. Collective."""
+        phase = self.run.phases[index]
         batches = evaluation_batches(
-            self.builder("held_out", sequence_length),
+            self.builder("held_out", phase.sequence_length),
             self.run.evaluation_sequences,
-            micro_batch,
+            phase.micro_batch,
             dist.get_rank(),
             dist.get_world_size(),
         )
@@ -194,8 +196,7 @@ def pretrain(run: RunFile, deepspeed_config: dict[str, Any], output: Path, resum
     training = Training(run, data, engine, output, description, log)
     for index in range(phase_index, len(run.phases)):
         training.phase(index, phase_step if index == phase_index else 0)
-    last = run.phases[-1]
-    loss, entropy = training.evaluate(last.sequence_length, last.micro_batch, sum(run.phase_steps))
+    loss, entropy = training.evaluate(len(run.phases) - 1, sum(run.phase_steps))
     save_model(engine, data.tokenizer, output)
     line = f"held-out mlm loss {loss:.4f} (unigram entropy {entropy:.4f})"
     if dist.get_rank() == 0:

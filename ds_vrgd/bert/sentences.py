@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import re
 
+# Typographic quotation marks, written as escapes since they look like ASCII ones.
+_OPENING = "\"'(\\[\u201c\u2018"
+_CLOSING = "\"')\\]\u201d\u2019"
+
 # A sentence ends at . ! or ?, with any closing quotes or brackets, before white space and an opening capital,
 # digit or quote.
-_BOUNDARY = re.compile(r"[.!?]+[\"'”’)\]]*(\s+)(?=[\"'“‘(\[]?[A-Z0-9])")
+_BOUNDARY = re.compile(rf"[.!?]+[{_CLOSING}]*(\s+)(?=[{_OPENING}]?[A-Z0-9])")
 
-# A full stop after these belongs to the word; single capitals (initials, U.S.) are matched by _INITIAL.
-_ABBREVIATIONS = frozenset(
-    "mr mrs ms dr prof rev hon gen col capt lt sgt gov sen rep st mt jr sr no vs etc vol fig approx "
-    "jan feb mar apr jun jul aug sep sept oct nov dec co inc ltd corp".split()
+# A full stop after these, or after a single capital (initials, U.S.), belongs to the word.
+_ABBREVIATION = re.compile(
+    rf"(?:^|[\s.{_OPENING}])(?:[A-Z]|(?i:"
+    r"mr|mrs|ms|dr|prof|rev|hon|gen|col|capt|lt|sgt|gov|sen|rep|st|mt|jr|sr|no|vs|etc|vol|fig|approx|"
+    r"jan|feb|mar|apr|jun|jul|aug|sept?|oct|nov|dec|co|inc|ltd|corp))$"
 )
-_INITIAL = re.compile(r"(?:^|[\s.(\"'“])[A-Z]$")
-_LAST_WORD = re.compile(r"([A-Za-z]+)$")
 
 
 def split_sentences(text: str) -> list[str]:
@@ -26,17 +29,9 @@ def split_sentences(text: str) -> list[str]:
     for line in text.splitlines():
         start = 0
         for match in _BOUNDARY.finditer(line):
-            if line[match.start()] == "." and _is_abbreviation(line[start : match.start()]):
+            if line[match.start()] == "." and _ABBREVIATION.search(line[start : match.start()]):
                 continue
             sentences.append(line[start : match.start(1)])
             start = match.end()
         sentences.append(line[start:])
     return [normalised for normalised in (" ".join(sentence.split()) for sentence in sentences) if normalised]
-
-
-def _is_abbreviation(before: str) -> bool:
-    """Whether the full stop after ``before`` belongs to an abbreviation or an initial."""
-    if _INITIAL.search(before):
-        return True
-    word = _LAST_WORD.search(before)
-    return word is not None and word[1].lower() in _ABBREVIATIONS

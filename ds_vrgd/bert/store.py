@@ -6,6 +6,7 @@ of each document's first sentence, both int64 with the total as a last entry.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -90,18 +91,18 @@ def chunk_spans(split: Split, sequence_length: int) -> npt.NDArray[np.int64]:
     the run before it; a document of one sentence gives none.
     """
     target = sequence_length - 3
-    spans: list[tuple[int, int]] = []
+    spans = array("q")  # flat, first and last in turn: a large corpus has tens of millions of chunks
     for document in range(len(split.documents) - 1):
         begin, end = int(split.documents[document]), int(split.documents[document + 1])
         offsets = split.sentences[begin : end + 1].tolist()
         first, runs = 0, len(spans)
         for last in range(2, end - begin + 1):
             if last - first >= 2 and offsets[last] - offsets[first] >= target:
-                spans.append((begin + first, begin + last))
+                spans.extend((begin + first, begin + last))
                 first = last
         left = end - begin - first
         if left >= 2:
-            spans.append((begin + first, end))
+            spans.extend((begin + first, end))
         elif left == 1 and len(spans) > runs:
-            spans[-1] = (spans[-1][0], end)
+            spans[-1] = end
     return np.array(spans, dtype=np.int64).reshape(-1, 2)

@@ -3,58 +3,76 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import BertTokenizerFast
 
 from ds_vrgd.bert.errors import InputError
 
+_NORMALIZER = normalizers.BertNormalizer(lowercase=True)
+_PRE_TOKENIZER = pre_tokenizers.BertPreTokenizer()
+_MOST_CHARACTERS = 1000  # rarer ones become [UNK]; the library's own limit
+
 SPECIAL_TOKENS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 
 
-def train_tokenizer(texts: Iterable[str], size: int) -> BertTokenizerFast:
+def train_tokenizer(texts: Callable[[], Iterable[str]], size: int) -> BertTokenizerFast:
     """Train an uncased WordPiece vocabulary of at most ``size`` pieces, the special tokens first.
 
-    A small corpus yields fewer pieces than ``size``.
+    The same texts give the same vocabulary. (The library alone numbers pieces in the order of a randomised hash
+    table, which decides between equally frequent merges; numbering all single characters beforehand prevents it.)
+
+    Args:
+        texts: called for each of two passes over the corpus.
+        size: a small corpus yields fewer pieces.
     """
-    tokenizer = Tokenizer(models.WordPiece(unk_token="[UNK]"))
-    tokenizer.normalizer = normalizers.BertNormalizer(lowercase=True)
-    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-    tokenizer.decoder = decoders.WordPiece()
+    characters = Counter[str]()
+    for text in texts():
+        characters.update(_NORMALIZER.normalize_str(text))
+    by_frequency = sorted(characters, key=lambda character: (-characters[character], character))
+    alphabet = sorted([character for character in by_frequency if not character.isspace()][:_MOST_CHARACTERS])
+    continuing = ["##" + character for character in alphabet if _continues_a_word(character)]
     trainer = trainers.WordPieceTrainer(
         vocab_size=size,
-        special_tokens=SPECIAL_TOKENS,
-        continuing_subword_prefix="##",
+        special_tokens=SPECIAL_TOKENS + continuing,  # the only way to give continuing characters fixed numbers
+        initial_alphabet=alphabet,
+        limit_alphabet=len(alphabet),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(texts, trainer)
-    tokenizer.post_processor = processors.BertProcessing(
-        ("[SEP]", tokenizer.token_to_id("[SEP]")), ("[CLS]", tokenizer.token_to_id("[CLS]"))
-    )
-    return BertTokenizerFast(tokenizer_object=tokenizer)
+    trained = _tokenizer(models.WordPiece(unk_token="[UNK]"))
+    trained.train_from_iterator(texts(), trainer)
+    # Built anew from the pieces, so that the continuing characters are ordinary pieces again.
+    return BertTokenizerFast(tokenizer_object=_tokenizer(models.WordPiece(trained.get_vocab(), unk_token="[UNK]")))
+
+
+def _tokenizer(model: models.WordPiece) -> Tokenizer:
+    tokenizer = Tokenizer(model)
+    tokenizer.normalizer = _NORMALIZER
+    tokenizer.pre_tokenizer = _PRE_TOKENIZER
+    tokenizer.decoder = decoders.WordPiece()
+    return tokenizer
+
+
+def _continues_a_word(character: str) -> bool:
+    """Whether the character can stand inside a word: punctuation and Chinese characters are words of their own."""
+    return len(_PRE_TOKENIZER.pre_tokenize_str(_NORMALIZER.normalize_str("a" + character))) == 1
 
 
 def load_tokenizer(folder: Path) -> BertTokenizerFast:
     """Load a BERT tokenizer saved by transformers, or a folder that holds only BERT's ``vocab.txt``.
 
     Raises:
-        InputError: the folder holds no tokenizer, or one without BERT's special tokens.
+        InputError: the folder holds no tokenizer.
     """
     if not any((folder / name).is_file() for name in ("tokenizer.json", "vocab.txt")):
         raise InputError(
             f"vocabulary.folder={folder} holds neither tokenizer.json nor vocab.txt; give the folder of a BERT "
             "tokenizer, or train one with vocabulary: {size: ...}"
         )
-    tokenizer = BertTokenizerFast.from_pretrained(str(folder))
-    missing = [token for token in SPECIAL_TOKENS if token not in tokenizer.get_vocab()]
-    if missing:
-        raise InputError(
-            f"vocabulary.folder={folder} lacks the special tokens {missing}; use a BERT tokenizer, or train one with "
-            "vocabulary: {size: ...}"
-        )
-    return tokenizer
+    return BertTokenizerFast.from_pretrained(str(folder))
 
 
 def vocabulary_sha256(tokenizer: BertTokenizerFast) -> str:

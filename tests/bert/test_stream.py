@@ -1,0 +1,92 @@
+"""One global batch for any number of ranks, equal steps on all, and resumption in mid-phase."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from ds_vrgd.bert.examples import IGNORED_LABEL, Batch, ExampleBuilder, SpecialIds
+from ds_vrgd.bert.prepare import PreparedData
+from ds_vrgd.bert.runfile import RunFile
+from ds_vrgd.bert.stream import MicroBatches, RankOrder, evaluation_batches, training_batches
+
+
+def builder(data: PreparedData, split: str, length: int) -> ExampleBuilder:
+    documents = data.train if split == "train" else data.held_out
+    return ExampleBuilder(documents, data.spans[split, length], length, SpecialIds.of(data.tokenizer))
+
+
+@pytest.fixture(scope="module")
+def micro_batches(data: PreparedData, run: RunFile) -> MicroBatches:
+    phase = run.phases[0].model_copy(update={"steps": 40})
+    return MicroBatches(builder(data, "train", phase.sequence_length), run.seed, 0, phase)
+
+
+def global_batches(micro_batches: MicroBatches, ranks: int, first_step: int = 0) -> list[list[Batch]]:
+    """Micro-batches of each update in the order of the global batch, put together from all ranks."""
+    phase = micro_batches.phase
+    accumulation = phase.accumulation_steps(ranks)
+    streams = [
+        list(training_batches(micro_batches, RankOrder(phase, first_step, rank, ranks), workers=0))
+        for rank in range(ranks)
+    ]
+    assert {len(stream) for stream in streams} == {(phase.steps - first_step) * accumulation}
+    return [
+        [streams[rank][step * accumulation + turn] for turn in range(accumulation) for rank in range(ranks)]
+        for step in range(phase.steps - first_step)
+    ]
+
+
+def same(a: list[Batch], b: list[Batch]) -> bool:
+    return all(torch.equal(x[name], y[name]) for x, y in zip(a, b, strict=True) for name in x)
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_every_rank_split_sees_the_same_chunks(micro_batches: MicroBatches, ranks: int) -> None:
+    alone, split = global_batches(micro_batches, 1), global_batches(micro_batches, ranks)
+    assert len(alone) == 40
+    assert all(same(a, b) for a, b in zip(alone, split, strict=True))
+
+
+def test_resuming_in_mid_phase_goes_on_where_it_stopped(micro_batches: MicroBatches) -> None:
+    whole, rest = global_batches(micro_batches, 2), global_batches(micro_batches, 2, first_step=31)
+    assert all(same(a, b) for a, b in zip(whole[31:], rest, strict=True))
+
+
+def test_workers_change_nothing(micro_batches: MicroBatches) -> None:
+    order = RankOrder(micro_batches.phase, 36, 0, 1)
+    assert len(order) == 4 * 8
+    here = list(training_batches(micro_batches, order, workers=0))
+    assert same(here, list(training_batches(micro_batches, order, workers=2)))
+
+
+def test_each_pass_takes_every_chunk_once_in_a_new_order(micro_batches: MicroBatches) -> None:
+    chunks = len(micro_batches.builder.spans)
+    first = [micro_batches._chunk(position) for position in range(chunks)]
+    second = [micro_batches._chunk(position) for position in range(chunks, 2 * chunks)]
+    assert sorted(first) == sorted(second) == list(range(chunks))
+    assert first != second
+
+
+def test_phases_and_seeds_draw_differently(micro_batches: MicroBatches) -> None:
+    first = micro_batches[0, 0]["input_ids"]
+    for changes in ({"phase_index": 1}, {"seed": 4}):
+        settings = {**vars(micro_batches), **changes}
+        assert not torch.equal(MicroBatches(**settings)[0, 0]["input_ids"], first)
+
+
+@pytest.mark.parametrize("sequences", [7, 30, 10_000])
+def test_evaluation_covers_the_same_examples_with_equal_batches(data: PreparedData, sequences: int) -> None:
+    held_out = builder(data, "held_out", 32)
+
+    def rows(ranks: int) -> set[tuple[int, ...]]:
+        shares = [list(evaluation_batches(held_out, sequences, 4, rank, ranks)) for rank in range(ranks)]
+        assert len({len(share) for share in shares}) == 1
+        batches = [batch for share in shares for batch in share]
+        assert {len(batch["labels"]) for batch in batches} == {4}
+        labels = torch.cat([torch.cat([batch["input_ids"], batch["labels"]], dim=1) for batch in batches])
+        real = (labels[:, 32:] != IGNORED_LABEL).any(dim=1)
+        assert real.sum() == min(sequences, len(held_out.spans))
+        return {tuple(row.tolist()) for row in labels[real]}
+
+    assert rows(1) == rows(3) == rows(5)

@@ -1,0 +1,66 @@
+"""The vocabulary: reproducible, uncased, and what `transformers` loads."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+import pytest
+from transformers import AutoTokenizer, BertTokenizerFast
+
+from ds_vrgd.bert.errors import InputError
+from ds_vrgd.bert.vocabulary import SPECIAL_TOKENS, load_tokenizer, train_tokenizer, vocabulary_sha256
+from tests.bert.cases import corpus_text
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> BertTokenizerFast:
+    return train_tokenizer(lambda: corpus_text().split("\n\n"), 200)
+
+
+def pieces(tokenizer: BertTokenizerFast) -> list[str]:
+    return sorted(tokenizer.get_vocab(), key=tokenizer.get_vocab().__getitem__)
+
+
+def test_special_tokens_come_first_and_the_size_is_kept(tokenizer: BertTokenizerFast) -> None:
+    assert pieces(tokenizer)[:5] == SPECIAL_TOKENS
+    assert len(tokenizer) == 200
+    assert sorted(tokenizer.all_special_ids) == [0, 1, 2, 3, 4]
+
+
+def test_same_text_gives_the_same_vocabulary(tokenizer: BertTokenizerFast) -> None:
+    # Left to itself the library breaks ties by a randomised hash table: 12 runs never agree on this corpus.
+    for _ in range(3):
+        again = train_tokenizer(lambda: corpus_text().split("\n\n"), 200)
+        assert pieces(again) == pieces(tokenizer)
+
+
+def test_uncased_without_accents_and_punctuation_apart(tokenizer: BertTokenizerFast) -> None:
+    assert tokenizer.tokenize("BÁdo, bado.") == tokenizer.tokenize("bado , BADO .")
+
+
+def test_punctuation_never_continues_a_word(tokenizer: BertTokenizerFast) -> None:
+    assert "." in pieces(tokenizer)
+    assert "##." not in pieces(tokenizer)
+    assert "##a" in pieces(tokenizer)
+
+
+def test_saved_folder_and_vocab_txt_load_alike(tokenizer: BertTokenizerFast, tmp_path: Path) -> None:
+    tokenizer.save_pretrained(str(tmp_path / "saved"))
+    vocab_txt = "".join(piece + "\n" for piece in pieces(tokenizer))
+    (tmp_path / "plain").mkdir()
+    (tmp_path / "plain" / "vocab.txt").write_text(vocab_txt, encoding="utf-8")
+    text = "Bado tuge, kiru!"
+    for folder in ("saved", "plain"):
+        loaded = load_tokenizer(tmp_path / folder)
+        assert loaded(text).input_ids == tokenizer(text).input_ids
+        # the hash is the one that `sha256sum vocab.txt` prints
+        assert vocabulary_sha256(loaded) == hashlib.sha256(vocab_txt.encode()).hexdigest()
+    pair = AutoTokenizer.from_pretrained(tmp_path / "saved")("bado", "tuge")
+    assert (pair.input_ids[0], pair.input_ids[-1]) == (2, 3)  # [CLS] ... [SEP]
+    assert set(pair.token_type_ids) == {0, 1}
+
+
+def test_a_folder_without_a_tokenizer(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"vocabulary\.folder=.* holds neither"):
+        load_tokenizer(tmp_path)
