@@ -69,7 +69,7 @@ def find(path: Path) -> Resumption:
     return Resumption(folder, tag, _read(description)["step"])
 
 
-def check(resumption: Resumption, run: RunFile, description: dict[str, Any]) -> None:
+def check(resumption: Resumption, description: dict[str, Any]) -> None:
     """Check that the checkpoint continues this run.
 
     The phases that have begun must be as they were; later ones may change.

@@ -137,12 +137,12 @@ class Training:
             )
         if skipped > _MOST_SKIPPED_UPDATES:
             raise TrainingFailed(
-                f"update {step}: fp16 skipped {skipped} updates in a row because gradients overflowed; use bf16, or "
-                "lower lr or fp16.initial_scale_power"
+                f"update {step}: {skipped} updates in a row were skipped because gradients overflowed; use bf16 "
+                "instead of fp16, or lower lr"
             )
 
     def evaluate(self, index: int, step: int) -> tuple[float, float]:
-        """Held-out (masked-LM loss, unigram entropy) after ``step`` updates, at phase ``index``'s length. Collective."""
+        """Held-out (masked-LM loss, unigram entropy) at the length of phase ``index``. Collective."""
         phase = self.run.phases[index]
         batches = evaluation_batches(
             self.builder("held_out", phase.sequence_length),
@@ -185,7 +185,7 @@ def pretrain(run: RunFile, deepspeed_config: dict[str, Any], output: Path, resum
     data = open_prepared(run, data_folder)
     description = checkpoint.describe(run, data.vocabulary_sha256, ranks, config)
     if resumption:
-        rank_zero.run(lambda: checkpoint.check(resumption, run, description))
+        rank_zero.run(lambda: checkpoint.check(resumption, description))
 
     torch.manual_seed(_seed(run.seed))
     model = PretrainingModel(bert_config(run.model, len(data.tokenizer)))

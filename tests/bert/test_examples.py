@@ -44,7 +44,7 @@ def test_form_of_a_pair(builder: ExampleBuilder, many: Batch) -> None:
         assert row[0] == ids.cls
         first, last = (row == ids.sep).nonzero().flatten().tolist()
         assert last == used - 1
-        assert first > 1 and last > first + 1  # neither segment is empty
+        assert 1 < first < last - 1  # neither segment is empty
         assert types.tolist() == [0] * (first + 1) + [1] * (last - first) + [0] * (LENGTH - used)
         assert (row[used:] == ids.pad).all()
 

@@ -1,0 +1,47 @@
+"""Nothing in an output folder is ever overwritten by another run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from ds_vrgd.bert.errors import InputError
+from ds_vrgd.bert.output import check_output, finish
+from ds_vrgd.bert.runfile import RunFile
+
+
+def test_new_empty_and_prepared_folders_are_fine(run: RunFile, tmp_path: Path) -> None:
+    assert check_output(run, tmp_path / "new", None) is None
+    assert not (tmp_path / "new").exists()
+    (tmp_path / "data").mkdir()
+    assert check_output(run, tmp_path, None) is None
+
+
+def test_a_finished_run_is_reported_not_repeated(run: RunFile, tmp_path: Path) -> None:
+    finish(run, tmp_path, "held-out mlm loss 1.0 (unigram entropy 2.0)")
+    report = check_output(run, tmp_path, None)
+    assert report is not None
+    assert "already holds this run, finished: result.json. Nothing was overwritten." in report
+    assert report.splitlines()[-1] == "held-out mlm loss 1.0 (unigram entropy 2.0)"
+    with pytest.raises(InputError, match="holds another run, finished"):
+        check_output(run.model_copy(update={"seed": 8}), tmp_path, None)
+
+
+def test_an_unfinished_run_needs_resume(run: RunFile, tmp_path: Path) -> None:
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "checkpoints" / "latest").write_text("step-000003", encoding="utf-8")
+    with pytest.raises(InputError, match="holds an unfinished run; go on with it by --resume"):
+        check_output(run, tmp_path, None)
+    with pytest.raises(InputError, match="holds an unfinished run"):
+        check_output(run, tmp_path, tmp_path.parent / "elsewhere")
+    for inside in (".", "checkpoints", "checkpoints/step-000003"):
+        assert check_output(run, tmp_path, tmp_path / inside) is None
+
+
+def test_anything_else_is_named(run: RunFile, tmp_path: Path) -> None:
+    (tmp_path / "thesis.tex").touch()
+    with pytest.raises(InputError, match=r"is not empty \(thesis\.tex\); remove it or give another --output"):
+        check_output(run, tmp_path, None)
+    with pytest.raises(InputError, match=r"thesis\.tex is a file"):
+        check_output(run, tmp_path / "thesis.tex", None)
