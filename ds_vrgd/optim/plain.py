@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-import warnings
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -12,11 +10,6 @@ import torch
 from torch import Tensor
 
 from ds_vrgd.moments import SUM_DTYPE, Ranks, ReplicatedMoments, ShardLayout
-
-# Cosine between the mean of the chunks and the gradient that step() is handed. Clipping leaves it at 1, rounding to bf16 at
-# 0.99999; a model that is not wrapped in DDP has about 1/sqrt(ranks) in the noise-dominated regime.
-SAME_DIRECTION = 0.9
-
 
 class PlainObserver:
     """Hooks on the parameters themselves; a micro-batch ends with its backward pass.
@@ -36,7 +29,6 @@ class PlainObserver:
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
         self._moments: ReplicatedMoments | None = None
         self._open = False
-        self._compared = False
         for group in param_groups:
             self.watch(group)
 
@@ -82,40 +74,21 @@ class PlainObserver:
         """Merge the ranks' moments; a collective under DDP."""
         if self._moments is None:
             return 0
-        k = self._moments.finish()
-        if not self._compared and k >= 2:
-            self._compared = True
-            self._compare()
-        return k
-
-    def _compare(self) -> None:
-        """Once: is the gradient handed to ``step()`` really the mean of the observed chunks?"""
-        assert self._moments is not None
-        product = norms = handed = 0.0
-        for param in self._observed:
-            if param.grad is not None:
-                grad, mean = param.grad.flatten().double(), self._moments.moments(param)[0].double()
-                product += float(grad @ mean)
-                norms += float(mean @ mean)
-                handed += float(grad @ grad)
-        cosine = product / math.sqrt(norms * handed) if norms * handed > 0 else 1.0
-        if cosine < SAME_DIRECTION:
-            message = (
-                f"the gradient handed to step() points elsewhere than the mean of the observed chunks (cosine {cosine:.3f}). "
-                "Is the model wrapped in DistributedDataParallel, and does every backward pass accumulate into .grad?"
-            )
-            if torch.distributed.is_available() and torch.distributed.is_initialized():
-                raise RuntimeError(message)
-            warnings.warn(message, stacklevel=2)
+        return self._moments.finish()
 
     def moments(self, tensor: Tensor) -> tuple[Tensor, Tensor]:
         """``mean`` and ``m2`` over all chunks of the window, flat."""
         assert self._moments is not None
         return self._moments.moments(tensor)
 
+    def gradient(self, tensor: Tensor, mean: Tensor) -> Tensor:
+        """What is in ``.grad``: the caller may have scaled or clipped it, and only the caller knows how."""
+        assert tensor.grad is not None
+        return tensor.grad
+
     def grad_norm(self, tensors: Sequence[Tensor]) -> Tensor:
         """2-norm over ``tensors``' gradients, which are the whole model here."""
-        return torch.stack([tensor.grad.to(SUM_DTYPE).norm() for tensor in tensors if tensor.grad is not None]).norm()
+        return norm_of_gradients(tensors)
 
     def after_step(self) -> None:
         """The window ends with the step."""
@@ -123,6 +96,11 @@ class PlainObserver:
         self._open = False
         if self._moments is not None:
             self._moments.reset()
+
+
+def norm_of_gradients(tensors: Sequence[Tensor]) -> Tensor:
+    """2-norm over the gradients of ``tensors``, each of them whole."""
+    return torch.stack([tensor.grad.to(SUM_DTYPE).norm() for tensor in tensors if tensor.grad is not None]).norm()
 
 
 class _Hook:

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ds_vrgd.moments import SUM_DTYPE, Ranks, ReplicatedMoments, ShardedMoments, ShardLayout
+from ds_vrgd.optim.plain import norm_of_gradients
+from ds_vrgd.zero.scale import GradientScale
 from ds_vrgd.zero.wrappers import Holdings
 
 Engine = Any
@@ -27,8 +28,10 @@ class EngineObserver:
 
     def __init__(self, engine: Engine, holdings: Holdings) -> None:
         self.window = 0
-        self._engine = engine
         self._holdings = holdings
+        self._micro_batches = 0
+        # In fp32 without ZeRO the optimizer has the model's parameters, and their gradients are all there is.
+        self._scale = None if engine.optimizer is engine.basic_optimizer else GradientScale(engine)
         self.ranks = Ranks(holdings.group, engine.device)
         self._whole: ReplicatedMoments | None = None
         self._cut: ShardedMoments | None = None
@@ -54,12 +57,16 @@ class EngineObserver:
 
     def end_micro_batch(self) -> None:
         """A backward pass of the engine is over."""
+        self._micro_batches += 1
+        if self._scale is not None:
+            self._scale.note_micro_batch()
         if self._moments is not None:
             self._moments.end_micro_batch()
 
     def end_window(self) -> None:
         """The engine has stepped, or has skipped the step because of an overflow."""
         self.window += 1
+        self._micro_batches = 0
         if self._moments is not None:
             self._moments.reset()
 
@@ -78,13 +85,20 @@ class EngineObserver:
         assert self._whole is not None
         return self._whole.moments(self._holdings.copies[tensor])
 
+    def gradient(self, tensor: Tensor, mean: Tensor) -> Tensor:
+        """The mean of the chunks, summed in fp32, at the scale of the gradient that DeepSpeed handed over."""
+        assert tensor.grad is not None
+        if self._scale is None:
+            return tensor.grad
+        factor = self._scale.of_chunk_mean(self._micro_batches, mean.device)
+        return (mean * factor.to(mean.dtype)).view_as(tensor.grad)
+
     def grad_norm(self, tensors: Sequence[Tensor]) -> Tensor:
-        """2-norm of the gradient as handed to ``step()``, over the whole model."""
-        wrapper = self._engine.optimizer
-        if hasattr(wrapper, "handed_norm"):
-            return torch.as_tensor(wrapper.handed_norm, dtype=SUM_DTYPE, device=tensors[0].device)
-        squares = [tensor.grad.to(SUM_DTYPE).square().sum() for tensor in tensors if tensor.grad is not None]
-        return self.ranks.sum([torch.stack(squares).sum().reshape(1)])[0].sqrt()
+        """2-norm of the clipped mean gradient over the whole model."""
+        if self._scale is None:
+            return norm_of_gradients(tensors)
+        device = tensors[0].device
+        return (self._scale.norm(device) * self._scale.clipping(device)).to(SUM_DTYPE)
 
     def after_step(self) -> None:
         """Nothing ends here: the engine may call ``step()`` again for another group of the same window."""

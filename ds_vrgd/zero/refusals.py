@@ -66,21 +66,15 @@ def _nvme_offload(engine: Engine) -> str | None:
 
 
 def _sparse_gradients(engine: Engine) -> str | None:
-    if engine.sparse_gradients_enabled():
-        return "sparse_gradients=true: the variance of a row needs the chunks in which it is zero. Set it to false"
+    for name, module in engine.module.named_modules():
+        if getattr(module, "sparse", False) and isinstance(module, (torch.nn.Embedding, torch.nn.EmbeddingBag)):
+            return f"{type(module).__name__}(sparse=True) at '{name}': its gradients are sparse tensors. Set sparse=False"
     return None
 
 
 def _quantized_gradients(engine: Engine) -> str | None:
     if _stage(engine) == 3 and engine.zero_quantized_gradients():
         return "zero_optimization.zero_quantized_gradients=true: the mean gradient is quantised. Set it to false"
-    return None
-
-
-def _mics(engine: Engine) -> str | None:
-    size = engine._config.zero_config.mics_shard_size
-    if size and size > 0:
-        return f"zero_optimization.mics_shard_size={size}: gradients are reduced in two levels. Remove it"
     return None
 
 
@@ -124,7 +118,6 @@ REFUSALS: tuple[Callable[[Engine], str | None], ...] = (
     _nvme_offload,
     _sparse_gradients,
     _quantized_gradients,
-    _mics,
     _pipeline,
     _model_parallel,
     _sequence_parallel,

@@ -1,0 +1,57 @@
+"""What DeepSpeed does to the mean gradient before it hands it over: loss scale, accumulation, clipping.
+
+The chunks' own mean, summed in fp32, is better than DeepSpeed's, which was reduced in the model's dtype; it only has to be
+brought to the same scale. One quirk is not followed: on a step at which a dynamic loss scale grows, DeepSpeed's ZeRO
+wrappers divide by the new scale a gradient that still bears the old one, and hand over half of it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+from torch import Tensor
+
+Engine = Any
+
+# DeepSpeed adds it to the norm before it divides by it.
+CLIP_EPS = 1e-6
+
+
+class GradientScale:
+    """Loss scale and clipping of the window that is open.
+
+    Args:
+        engine: the engine, whose optimizer wrapper clips and unscales.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._wrapper = engine.optimizer
+        self._loss_scale = 1.0
+
+    def note_micro_batch(self) -> None:
+        """Remember the loss scale of this backward pass; it does not change inside a window, but may at its end."""
+        self._loss_scale = float(getattr(self._wrapper, "loss_scale", 1.0))
+
+    def norm(self, device: torch.device) -> Tensor:
+        """2-norm of the mean gradient over the whole model, without loss scale, before clipping: a scalar."""
+        norm = torch.as_tensor(self._wrapper._global_grad_norm, device=device)
+        if isinstance(self._wrapper, DeepSpeedZeroOptimizer_Stage3):
+            norm = norm * (float(self._wrapper.loss_scale) / self._loss_scale)  # stage 3 divides by the scale after its update
+        return norm
+
+    def clipping(self, device: torch.device) -> Tensor:
+        """The factor, at most 1, by which DeepSpeed's ``gradient_clipping`` shrinks the gradient: a scalar."""
+        clip = float(self._wrapper.clip_grad)
+        if clip <= 0.0:
+            return torch.ones((), device=device)
+        return torch.clamp(clip / (self.norm(device) + CLIP_EPS), max=1.0)
+
+    def of_chunk_mean(self, micro_batches: int, device: torch.device) -> Tensor:
+        """Factor from the mean of the chunk gradients, as autograd hands them out, to the gradient of the step: a scalar.
+
+        A chunk's gradient comes multiplied by ``loss_scale / accumulation``, and the step wants the sum over the window's
+        micro-batches of the mean over the ranks.
+        """
+        return self.clipping(device) * (micro_batches / self._loss_scale)

@@ -1,0 +1,79 @@
+"""Run a function on several gloo ranks, many cases in one spawn: a rank takes seconds to import DeepSpeed."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import tempfile
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+TIMEOUT_S = 1200
+
+
+def _worker(rank: int, world: int, folder: str, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+    os.environ.update(
+        DS_ACCELERATOR="cpu",
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(world),
+        LOCAL_SIZE=str(world),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT="29500",
+        OMP_NUM_THREADS="1",
+    )
+    torch.set_num_threads(1)
+    try:
+        import deepspeed
+        import deepspeed.ops
+        import deepspeed.runtime.bf16_optimizer
+
+        # Compiling this extension takes a minute, and each launch of it leaks shared memory.
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+        deepspeed.utils.logger.setLevel("ERROR")
+        deepspeed.runtime.bf16_optimizer.see_memory_usage = lambda *args, **kwargs: None  # it is told to print, always
+        # PyTorch computes in fp16 on any CPU; DeepSpeed asks for one that has instructions for it.
+        type(deepspeed.accelerator.get_accelerator()).is_fp16_supported = lambda self: True
+        deepspeed.init_distributed(
+            "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world, auto_mpi_discovery=False, verbose=False
+        )
+        outcome: Any = ("ok", function(rank, *arguments))
+    except BaseException:
+        outcome = ("error", traceback.format_exc())
+    Path(folder, f"rank{rank}.tmp").write_bytes(pickle.dumps(outcome))
+    Path(folder, f"rank{rank}.tmp").rename(Path(folder, f"rank{rank}"))
+    # A rank that failed alone would leave the others waiting in destroy_process_group.
+    os._exit(0 if outcome[0] == "ok" else 1)
+
+
+def run_on_ranks(world: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+    """``function(rank, *arguments)`` on every rank; returns what each returned.
+
+    Raises:
+        AssertionError: with every failing rank's traceback.
+    """
+    context = torch.multiprocessing.get_context("spawn")
+    with tempfile.TemporaryDirectory() as folder:
+        processes = [
+            context.Process(target=_worker, args=(rank, world, folder, function, arguments)) for rank in range(world)
+        ]
+        for process in processes:
+            process.start()
+        for process in processes:
+            process.join(TIMEOUT_S)
+            if process.exitcode != 0:
+                break
+        for process in processes:
+            process.join(5)
+            process.kill()
+        outcomes = [
+            pickle.loads(path.read_bytes()) if (path := Path(folder, f"rank{rank}")).exists() else ("error", "no answer")
+            for rank in range(world)
+        ]
+    failures = [f"rank {rank}: {answer}" for rank, (verdict, answer) in enumerate(outcomes) if verdict != "ok"]
+    assert not failures, "\n".join(failures)
+    return [answer for _, answer in outcomes]

@@ -1,0 +1,271 @@
+"""Drive a DeepSpeed engine for some steps beside the dense float64 reference.
+
+The reference gets its chunk gradients from a plain copy of the model (no engine, no hook) that holds the engine's weights, one
+backward pass a chunk; it knows nothing of ranks, shards or buckets. Without GSNR nothing of ours sees the chunks, so in
+half precision the reference is then given the mean that DeepSpeed hands over, put together from all ranks.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import deepspeed
+import torch
+from torch import Tensor
+
+import ds_vrgd
+from ds_vrgd.optim import OPTIMIZERS, VROptimizer
+from tests.reference import DenseOptimizer
+from tests.support.model import TinyLM, batches, make_model, param_groups
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+# Rates at which five steps move the weights by a visible amount, and options away from their defaults.
+ARGUMENTS: dict[str, dict[str, Any]] = {
+    "VRSGD": {"lr": 0.5, "weight_decay": 0.01},
+    "VRMomentum": {"lr": 0.2, "weight_decay": 0.01, "nesterov": True},
+    "VRAdam": {"lr": 5e-3, "weight_decay": 0.01},
+    "VRAdamW": {"lr": 5e-3, "weight_decay": 0.1},
+    "VRLARS": {"lr": 1.0, "weight_decay": 0.01, "trust_coefficient": 0.02},
+    "VRLAMB": {"lr": 5e-3, "weight_decay": 0.1},
+    "LARS": {"lr": 1.0, "weight_decay": 0.01, "trust_coefficient": 0.02},
+    "LAMB": {"lr": 5e-3, "weight_decay": 0.1},
+}
+ADAPTIVE = ("VRLARS", "VRLAMB", "LARS", "LAMB")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One configuration of an engine.
+
+    Attributes:
+        optimizer: name, as in the JSON.
+        stage: ZeRO stage.
+        dtype: of the model: fp32, bf16, fp16.
+        accumulation: micro-batches a step.
+        accum_dtype: DeepSpeed's ``data_types.grad_accum_dtype``, or None for the model's.
+        steps: optimizer steps.
+        clip: DeepSpeed's ``gradient_clipping``.
+        loss_scale_power: fp16's initial loss scale is 2 to this.
+        zero: further keys of ``zero_optimization``.
+        arguments: optimizer arguments over :data:`ARGUMENTS`.
+        checkpointing: activation checkpointing of the model.
+        zero_init: build the model under ``deepspeed.zero.Init``.
+        entry: how the optimizer reaches the engine: json, instance, factory.
+    """
+
+    optimizer: str
+    stage: int
+    dtype: str
+    accumulation: int
+    accum_dtype: str | None = None
+    steps: int = 5
+    clip: float = 0.0
+    loss_scale_power: int = 8
+    zero: Mapping[str, Any] = field(default_factory=dict)
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    checkpointing: str | None = None
+    zero_init: bool = False
+    entry: str = "json"
+
+    def hyper(self) -> dict[str, Any]:
+        return {**ARGUMENTS[self.optimizer], **self.arguments}
+
+    def without_decay(self) -> dict[str, Any]:
+        return {"adapt": False} if self.optimizer in ADAPTIVE else {}
+
+    def config(self, world: int) -> dict[str, Any]:
+        """The DeepSpeed JSON."""
+        zero: dict[str, Any] = {"stage": self.stage, "reduce_bucket_size": 300, "allgather_bucket_size": 300}
+        if self.stage == 3:
+            zero |= {"stage3_param_persistence_threshold": 0, "sub_group_size": 400}
+        config: dict[str, Any] = {
+            "train_micro_batch_size_per_gpu": 4,
+            "gradient_accumulation_steps": self.accumulation,
+            "train_batch_size": 4 * self.accumulation * world,
+            "gradient_clipping": self.clip,
+            "zero_optimization": zero | dict(self.zero),
+            "optimizer": {"type": self.optimizer, "params": self.hyper()},
+            "steps_per_print": 10**9,
+        }
+        if self.dtype == "bf16":
+            config["bf16"] = {"enabled": True}
+        if self.dtype == "fp16":
+            config["fp16"] = {"enabled": True, "initial_scale_power": self.loss_scale_power, "loss_scale_window": 1000}
+        if self.accum_dtype:
+            config["data_types"] = {"grad_accum_dtype": self.accum_dtype}
+        if self.entry != "json":
+            del config["optimizer"]
+        return config
+
+
+@dataclass
+class Result:
+    """Errors of a run on rank 0.
+
+    Attributes:
+        of_weights: |theta - theta_ref| / |theta_ref|.
+        of_distance: |theta - theta_ref| / |theta_ref - theta_0|.
+        stats: of the last step; None without GSNR.
+        masters: the final fp32 weights.
+    """
+
+    of_weights: float
+    of_distance: float
+    stats: ds_vrgd.GSNRStatistics | None
+    masters: dict[str, Tensor]
+
+
+def build(case: Case, world: int) -> Any:
+    """The engine of a case."""
+    if case.zero_init:
+        with deepspeed.zero.Init(config_dict_or_path=case.config(world)):
+            model = TinyLM(case.checkpointing)
+        _set_weights(model)
+    else:
+        model = make_model(case.checkpointing)
+    groups = param_groups(model, **case.without_decay())
+    arguments: dict[str, Any] = {}
+    if case.entry == "instance":
+        arguments["optimizer"] = OPTIMIZERS[case.optimizer](groups, **case.hyper())
+    elif case.entry == "factory":
+        arguments["optimizer"] = lambda params: OPTIMIZERS[case.optimizer](params, **case.hyper())
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=groups, config=case.config(world), **arguments)
+    return engine
+
+
+def _set_weights(model: TinyLM) -> None:
+    source = dict(make_model().named_parameters())
+    for name, param in model.named_parameters():
+        with deepspeed.zero.GatheredParameters(param, modifier_rank=0):
+            param.data.copy_(source[name].data)
+
+
+@contextmanager
+def whole_weights(engine: Any) -> Iterator[dict[str, Tensor]]:
+    """The model's weights in its own dtype, whole, on every rank."""
+    params = dict(engine.module.named_parameters())
+    if engine.zero_optimization_stage() == 3:
+        with deepspeed.zero.GatheredParameters(list(params.values())):
+            yield {name: param.data.clone() for name, param in params.items()}
+    else:
+        yield {name: param.data for name, param in params.items()}
+
+
+def master_weights(engine: Any) -> dict[str, Tensor]:
+    """The fp32 weights that the optimizer updates, put together from all ranks, flat; a collective.
+
+    Ranks hold a layer's pieces in ascending order, so their pieces one behind the other are the layer.
+    """
+    optimizer: VROptimizer = engine.basic_optimizer
+    return whole_layers(optimizer, {tensor: tensor.detach() for tensor in optimizer.observer._holdings.layouts})
+
+
+def whole_layers(optimizer: VROptimizer, shards: Mapping[Tensor, Tensor]) -> dict[str, Tensor]:
+    """Layers from shard-shaped tensors, by the optimizer tensor that they belong to; a collective."""
+    mine: dict[str, Tensor] = {}
+    for tensor, values in shards.items():
+        layout, flat = optimizer.observer.layout(tensor), values.flatten()
+        for segment in layout.segments:
+            mine[layout.layers[segment.layer].name] = flat[segment.start : segment.start + segment.numel].clone()
+    if optimizer.observer.ranks.group is None:
+        return mine
+    everyone: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(everyone, mine)
+    names = {name: None for pieces in everyone for name in pieces}
+    return {name: torch.cat([pieces[name] for pieces in everyone if name in pieces]) for name in names}
+
+
+class HandedMean:
+    """What DeepSpeed hands to ``step()``, put together over its calls and over the ranks, flat."""
+
+    def __init__(self, optimizer: VROptimizer) -> None:
+        self._pieces: dict[Tensor, Tensor] = {}
+        self._optimizer = optimizer
+        self._hook = optimizer.register_step_pre_hook(self._note)
+
+    def _note(self, optimizer: VROptimizer, args: Any, kwargs: Any) -> None:
+        for group in optimizer.param_groups:
+            for tensor in group["params"]:
+                if tensor.grad is not None:
+                    self._pieces[tensor] = tensor.grad.detach().flatten().clone()
+
+    def collect(self) -> dict[str, Tensor]:
+        """By layer; a collective. Begins anew."""
+        pieces, self._pieces = self._pieces, {}
+        return whole_layers(self._optimizer, pieces)
+
+
+def chunk_gradients(plain: TinyLM, micro_batches: list[Tensor], scale: float) -> list[dict[str, Tensor]]:
+    """One plain backward pass a micro-batch, in the model's dtype; the loss is scaled before and the gradient after it."""
+    chunks = []
+    for tokens in micro_batches:
+        plain.zero_grad()
+        (plain(tokens) * scale).backward()
+        chunks.append({n: p.grad.double() / scale for n, p in plain.named_parameters() if p.grad is not None})
+    return chunks
+
+
+def run_case(case: Case, rank: int, world: int) -> Result | None:
+    """Train; returns the errors on rank 0 and None elsewhere."""
+    engine = build(case, world)
+    plain = make_model().to(DTYPES[case.dtype])
+    start = {name: weight.clone().double() for name, weight in plain.named_parameters() if weight.requires_grad}
+    reference = DenseOptimizer(case.optimizer, start, _reference_groups(start, case), **case.hyper())
+    given = None if case.dtype == "fp32" or _gsnr(engine) else HandedMean(engine.basic_optimizer)
+    for step in range(case.steps):
+        micro_batches = batches(step, case.accumulation * world)
+        with whole_weights(engine) as weights:
+            plain.load_state_dict(weights, strict=False)
+        scale = getattr(engine.optimizer, "loss_scale", 1.0) if case.dtype == "fp16" else 1.0
+        chunks = chunk_gradients(plain, micro_batches, scale / case.accumulation) if rank == 0 else []
+        for index in range(case.accumulation):
+            engine.backward(engine(micro_batches[index * world + rank]))
+            engine.step()
+        mean = None if given is None else given.collect()
+        if rank == 0 and mean is None:
+            reference.step(chunks, clip=case.clip)
+        elif rank == 0:
+            reference.step(chunks, mean={name: mean[name].view_as(weight) for name, weight in start.items()})
+    assert engine.global_steps == case.steps and engine.skipped_steps == 0
+    masters = master_weights(engine)
+    with whole_weights(engine) as weights:
+        for name, master in masters.items():
+            assert torch.equal(master.view_as(weights[name]).to(DTYPES[case.dtype]), weights[name]), f"master of {name}"
+    stats = ds_vrgd.gsnr_stats(engine) if _gsnr(engine) else None
+    engine.destroy()
+    if rank:
+        return None
+    error = _norm(masters[name].double() - reference.params[name].flatten() for name in masters)
+    assert set(masters) == set(start)
+    moved = _norm(reference.params[name] - start[name] for name in start)
+    return Result(error / _norm(reference.params.values()), error / moved, stats, masters)
+
+
+def _gsnr(engine: Any) -> bool:
+    return bool(engine.basic_optimizer.param_groups[0]["gamma"] < 1.0)
+
+
+def _reference_groups(start: Mapping[str, Tensor], case: Case) -> list[dict[str, Any]]:
+    matrices = [name for name, weight in start.items() if weight.dim() > 1]
+    vectors = [name for name in start if name not in matrices]
+    return [{"params": matrices}, {"params": vectors, "weight_decay": 0.0, **case.without_decay()}]
+
+
+def _norm(tensors: Any) -> float:
+    return float(torch.cat([tensor.flatten() for tensor in tensors]).norm())
+
+
+def run_cases(rank: int, world: int, cases: list[Case]) -> list[Result | str | None]:
+    """Every case in one process; an error that all ranks share is returned as its text."""
+    results: list[Result | str | None] = []
+    for case in cases:
+        try:
+            results.append(run_case(copy.deepcopy(case), rank, world))
+        except Exception as error:
+            results.append(f"{type(error).__name__}: {error}")
+    return results

@@ -1,0 +1,114 @@
+"""Every engine configuration that is held against the dense reference, by the number of ranks that run it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import product
+from typing import Any
+
+from ds_vrgd.optim import OPTIMIZERS
+from tests.support.trajectory import Case
+
+WORLDS = (1, 2, 3)
+ACCUMULATIONS = (1, 4)
+
+#: (stage, dtype, accumulation dtype): every wrapper that DeepSpeed has for a client optimizer.
+ENGINES: tuple[tuple[int, str, str | None], ...] = (
+    (0, "fp32", None),
+    (0, "bf16", None),
+    (1, "fp32", None),
+    (1, "bf16", "bf16"),
+    (1, "bf16", "fp32"),
+    (1, "fp16", None),
+    (2, "fp32", None),
+    (2, "bf16", None),
+    (2, "fp16", None),
+    (3, "fp32", None),
+    (3, "bf16", None),
+    (3, "fp16", None),
+)
+
+#: Engines that are left out, and why.
+LEFT_OUT = {
+    "stage 0, fp16": "DeepSpeed 0.19.8 never scales the loss there but divides the gradient by the loss scale: refused.",
+    "stage 0, bf16, accumulation in fp32": "DeepSpeed has no wrapper for it (NotImplementedError).",
+}
+
+
+def matrix() -> Iterator[tuple[int, str, Case]]:
+    """Optimizers x engines x accumulations x worlds."""
+    for optimizer, engine, accumulation, world in product(OPTIMIZERS, ENGINES, ACCUMULATIONS, WORLDS):
+        stage, dtype, accum_dtype = engine
+        case = Case(optimizer, stage, dtype, accumulation, accum_dtype)
+        yield world, identify(case), case
+
+
+def identify(case: Case, note: str = "") -> str:
+    """A readable test id."""
+    accum = f"+{case.accum_dtype}" if case.accum_dtype else ""
+    return f"{case.optimizer}-z{case.stage}-{case.dtype}{accum}-gas{case.accumulation}{'-' + note if note else ''}"
+
+
+BASE = Case("VRLAMB", 2, "fp32", 4)
+
+#: Settings that must change nothing: neither the ratio nor the trajectory.
+NEUTRAL: tuple[tuple[str, tuple[int, ...], dict[str, Any]], ...] = (
+    ("overlap_comm", (1, 2, 3), {"overlap_comm": True}),
+    ("no_overlap_comm", (1, 2, 3), {"overlap_comm": False}),
+    ("round_robin", (1, 2), {"round_robin_gradients": True}),
+    ("one_large_bucket", (1, 2, 3), {"reduce_bucket_size": 1_000_000}),
+    ("bucket_of_one_layer", (1, 2, 3), {"reduce_bucket_size": 1}),
+    ("no_reduce_scatter", (1, 2, 3), {"reduce_scatter": False}),
+    ("reduce_to_owner", (1, 2), {"use_multi_rank_bucket_allreduce": False}),
+    ("not_contiguous", (1, 2, 3), {"contiguous_gradients": False}),
+    ("aligned", (1, 2), {"parameter_alignment": True}),
+    ("cpu_offload", (1, 2, 3), {"offload_optimizer": {"device": "cpu"}}),
+    ("one_sub_group", (3,), {"sub_group_size": 1_000_000}),
+    ("parameter_offload", (3,), {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}),
+    ("persistent_parameters", (3,), {"stage3_param_persistence_threshold": 10_000}),
+)
+
+
+def variants() -> Iterator[tuple[int, str, Case]]:
+    """Settings around one optimizer, two and three ranks."""
+    for note, stages, zero in NEUTRAL:
+        for stage in stages:
+            case = replace(BASE, stage=stage, zero=zero)
+            yield 2, identify(case, note), case
+    for stage, checkpointing in product((0, 1, 2, 3), ("reentrant", "non-reentrant")):
+        case = replace(BASE, stage=stage, checkpointing=checkpointing)
+        yield 2, identify(case, checkpointing), case
+    for dtype in ("fp32", "bf16", "fp16"):
+        case = replace(BASE, stage=3, dtype=dtype, zero_init=True)
+        yield 3, identify(case, "zero_init"), case
+    for stage, entry in product((0, 1, 2, 3), ("instance", "factory")):
+        case = replace(BASE, stage=stage, entry=entry)
+        yield 2, identify(case, entry), case
+    for stage, dtype, accum_dtype in ENGINES:
+        case = replace(BASE, stage=stage, dtype=dtype, accum_dtype=accum_dtype, clip=0.05)
+        yield 2, identify(case, "clipped"), case
+    for stage in (1, 2, 3):
+        case = replace(BASE, stage=stage, dtype="fp16", loss_scale_power=12)
+        yield 2, identify(case, "scale16x"), case
+    for stage in (0, 1, 2, 3):  # six chunks a step in every split
+        for world, accumulation in ((1, 6), (2, 3), (3, 2)):
+            case = replace(BASE, stage=stage, accumulation=accumulation)
+            yield world, identify(case, "six_chunks"), case
+    for stage, arguments in product((0, 1, 2, 3), OPTIONS):
+        case = replace(BASE, stage=stage, clip=0.5, arguments=arguments)
+        yield 2, identify(case, "_".join(arguments)), case
+
+
+#: Options of LAMB that the matrix leaves at their defaults.
+OPTIONS: tuple[dict[str, Any], ...] = (
+    {"bias_correction": False},
+    {"trust_clip": (0.5, 2.0)},
+    {"prenormalize": True},
+    {"gamma": 0.5, "beta3": 0.5, "gsnr_eps": 1e-3},
+)
+
+
+def all_cases() -> list[tuple[int, str, Case]]:
+    """Everything; ids are unique within a world."""
+    return [*matrix(), *variants()]
