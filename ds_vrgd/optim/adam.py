@@ -46,6 +46,7 @@ class VRAdam(VROptimizer):
         weight_decay: float = 0.0,
         gamma: float = 0.1,
         gsnr_eps: float = 1e-6,
+        **unknown: Any,
     ) -> None:
         super().__init__(
             params,
@@ -58,6 +59,7 @@ class VRAdam(VROptimizer):
                 "gamma": gamma,
                 "gsnr_eps": gsnr_eps,
             },
+            unknown,
         )
 
     def state_keys(self, group: dict[str, Any]) -> tuple[str, ...]:

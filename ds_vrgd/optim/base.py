@@ -134,6 +134,7 @@ class VROptimizer(torch.optim.Optimizer):
     Args:
         params: parameters, or param groups that may override every argument.
         defaults: hyper-parameters, checked here.
+        unknown: arguments that the subclass does not have, refused here.
     """
 
     #: Whether the base optimizer counts its steps in ``state["step"]``.
@@ -141,8 +142,8 @@ class VROptimizer(torch.optim.Optimizer):
     #: Whether the ratio is averaged over the steps (``exp_avg_gsnr``) before it scales the gradient.
     averages_ratio: ClassVar[bool] = False
 
-    def __init__(self, params: Iterable[Any], defaults: dict[str, Any]) -> None:
-        arguments.check(type(self).__name__, defaults, defaults)
+    def __init__(self, params: Iterable[Any], defaults: dict[str, Any], unknown: dict[str, Any]) -> None:
+        arguments.check(type(self).__name__, defaults, defaults | unknown)
         self._init_observation()
         super().__init__(params, defaults)
         self.observe(PlainObserver(self.param_groups))

@@ -58,6 +58,7 @@ class VRLAMB(VROptimizer):
         trust_clip: tuple[float, float] | None = None,
         adapt: bool = True,
         prenormalize: bool = False,
+        **unknown: Any,
     ) -> None:
         super().__init__(
             params,
@@ -74,6 +75,7 @@ class VRLAMB(VROptimizer):
                 "adapt": adapt,
                 "prenormalize": prenormalize,
             },
+            unknown,
         )
 
     def state_keys(self, group: dict[str, Any]) -> tuple[str, ...]:

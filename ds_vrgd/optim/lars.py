@@ -50,6 +50,7 @@ class VRLARS(VROptimizer):
         gsnr_eps: float = 1e-6,
         trust_clip: tuple[float, float] | None = None,
         adapt: bool = True,
+        **unknown: Any,
     ) -> None:
         super().__init__(
             params,
@@ -65,6 +66,7 @@ class VRLARS(VROptimizer):
                 "trust_clip": trust_clip,
                 "adapt": adapt,
             },
+            unknown,
         )
 
     def state_keys(self, group: dict[str, Any]) -> tuple[str, ...]:

@@ -38,6 +38,7 @@ class VRSGD(VROptimizer):
         weight_decay: float = 0.0,
         gamma: float = 0.1,
         gsnr_eps: float = 1e-6,
+        **unknown: Any,
     ) -> None:
         super().__init__(
             params,
@@ -49,6 +50,7 @@ class VRSGD(VROptimizer):
                 "gamma": gamma,
                 "gsnr_eps": gsnr_eps,
             },
+            unknown,
         )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
