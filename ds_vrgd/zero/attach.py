@@ -10,8 +10,6 @@ from deepspeed.utils import logger
 
 from ds_vrgd.optim import VROptimizer
 from ds_vrgd.zero.observer import EngineObserver
-from ds_vrgd.zero.refusals import refuse_inexact
-from ds_vrgd.zero.versions import check_version
 from ds_vrgd.zero.wrappers import holdings_of
 
 Engine = Any
@@ -23,14 +21,11 @@ def attach(engine: Engine) -> None:
     Called when the engine has configured its optimizer.
 
     Raises:
-        RuntimeError: a DeepSpeed release outside the tested range, or an optimizer wrapper that is not known.
-        ValueError: a configuration that cannot be exact.
+        RuntimeError: the optimizer wrapper is none that is known.
     """
     optimizer = engine.basic_optimizer
     if not isinstance(optimizer, VROptimizer):
         return
-    check_version()
-    refuse_inexact(engine, type(optimizer).__name__)
     holdings = holdings_of(engine)
     observer = EngineObserver(engine, holdings)
     optimizer.observe(observer)

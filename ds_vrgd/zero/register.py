@@ -1,7 +1,8 @@
 """Make the optimizers' names known to DeepSpeed, and have every engine attach itself.
 
-``import ds_vrgd`` is all that a program with a DeepSpeed JSON needs, so four methods of ``DeepSpeedEngine`` are wrapped:
-what the JSON's name is, whether it is supported, how it is built, and what happens when the optimizer is configured.
+``import ds_vrgd`` is all that a program with a DeepSpeed JSON needs, so five methods of ``DeepSpeedEngine`` are wrapped:
+what the JSON's name is, whether it is supported, how it is built, whether the configuration suits it, and what happens
+when the engine has built its wrapper around it.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from deepspeed.runtime.zero import utils as zero_utils
 
 from ds_vrgd.optim import OPTIMIZERS, VROptimizer, allocate_state_only
 from ds_vrgd.zero.attach import attach
+from ds_vrgd.zero.refusals import refuse_inexact
+from ds_vrgd.zero.versions import BELOW, OLDEST, check_version
 
 #: Spellings that a DeepSpeed JSON may use: the class names, and the paper's with a hyphen.
 NAMES: dict[str, type[VROptimizer]] = OPTIMIZERS | {
@@ -37,11 +40,12 @@ def register() -> None:
         ("optimizer_name", _optimizer_name),
         ("_is_supported_optimizer", _is_supported_optimizer),
         ("_configure_basic_optimizer", _configure_basic_optimizer),
+        ("_do_optimizer_sanity_check", _do_optimizer_sanity_check),
         ("_configure_optimizer", _configure_optimizer),
     ):
         original = getattr(DeepSpeedEngine, name, None)
         if original is None:
-            raise RuntimeError(f"this DeepSpeed has no DeepSpeedEngine.{name}; see ds_vrgd.zero.versions for the tested range")
+            raise RuntimeError(f"this DeepSpeed has no DeepSpeedEngine.{name}; ds_vrgd needs deepspeed>={OLDEST},<{BELOW}")
         if not hasattr(original, _WRAPPED):
             setattr(DeepSpeedEngine, name, _as_method(wrapper, original))
 
@@ -71,6 +75,14 @@ def _configure_basic_optimizer(original: Callable[..., Any], engine: Any, parame
         return original(engine, parameters)
     arguments = dict(engine.optimizer_params() or {})
     return NAMES[name](parameters, **arguments)
+
+
+def _do_optimizer_sanity_check(original: Callable[..., Any], engine: Any, optimizer: Any) -> Any:
+    """The first moment at which the optimizer exists, and the last before a wrapper is built around it."""
+    if isinstance(optimizer, VROptimizer):
+        check_version()
+        refuse_inexact(engine, type(optimizer).__name__)
+    return original(engine, optimizer)
 
 
 def _configure_optimizer(original: Callable[..., Any], engine: Any, *args: Any, **kwargs: Any) -> None:

@@ -1,4 +1,7 @@
-"""Run a function on several gloo ranks, many cases in one spawn: a rank takes seconds to import DeepSpeed."""
+"""Run a function on several ranks, many cases in one spawn: a rank takes seconds to import DeepSpeed.
+
+The ranks are gloo processes on the CPU; with ``DS_VRGD_TEST_DEVICE=cuda`` they have a GPU each and talk through NCCL.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +16,13 @@ from typing import Any
 import torch
 
 TIMEOUT_S = 1200
+DEVICE = os.environ.get("DS_VRGD_TEST_DEVICE", "cpu")
+BACKEND = {"cpu": "gloo", "cuda": "nccl"}[DEVICE]
 
 
 def _worker(rank: int, world: int, folder: str, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
     os.environ.update(
-        DS_ACCELERATOR="cpu",
+        DS_ACCELERATOR=DEVICE,
         RANK=str(rank),
         LOCAL_RANK=str(rank),
         WORLD_SIZE=str(world),
@@ -36,10 +41,16 @@ def _worker(rank: int, world: int, folder: str, function: Callable[..., Any], ar
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         deepspeed.utils.logger.setLevel("ERROR")
         deepspeed.runtime.bf16_optimizer.see_memory_usage = lambda *args, **kwargs: None  # it is told to print, always
-        # PyTorch computes in fp16 on any CPU; DeepSpeed asks for one that has instructions for it.
-        type(deepspeed.accelerator.get_accelerator()).is_fp16_supported = lambda self: True
+        if DEVICE == "cpu":
+            # PyTorch computes in fp16 on any CPU; DeepSpeed asks for one that has instructions for it.
+            type(deepspeed.accelerator.get_accelerator()).is_fp16_supported = lambda self: True
+        else:
+            # The plain copy of the model must compute what the engine's does, bit for bit.
+            os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
+            torch.use_deterministic_algorithms(True)
+            torch.cuda.set_device(rank)
         deepspeed.init_distributed(
-            "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world, auto_mpi_discovery=False, verbose=False
+            BACKEND, init_method=f"file://{folder}/store", rank=rank, world_size=world, auto_mpi_discovery=False, verbose=False
         )
         outcome: Any = ("ok", function(rank, *arguments))
     except BaseException:

@@ -110,20 +110,21 @@ class Result:
     Attributes:
         of_weights: |theta - theta_ref| / |theta_ref|.
         of_distance: |theta - theta_ref| / |theta_ref - theta_0|.
-        stats: of the last step; None without GSNR.
-        masters: the final fp32 weights.
+        moved: |theta_ref - theta_0| / |theta_ref|.
+        stats: GSNR of the first step, at which every configuration has the same weights; None without GSNR.
     """
 
     of_weights: float
     of_distance: float
+    moved: float
     stats: ds_vrgd.GSNRStatistics | None
-    masters: dict[str, Tensor]
 
 
-def build(case: Case, world: int) -> Any:
-    """The engine of a case."""
+def build(case: Case, world: int, config: dict[str, Any] | None = None) -> Any:
+    """The engine of a case, perhaps with another JSON than the case's own."""
+    config = config or case.config(world)
     if case.zero_init:
-        with deepspeed.zero.Init(config_dict_or_path=case.config(world)):
+        with deepspeed.zero.Init(config_dict_or_path=config):
             model = TinyLM(case.checkpointing)
         _set_weights(model)
     else:
@@ -134,7 +135,7 @@ def build(case: Case, world: int) -> Any:
         arguments["optimizer"] = OPTIMIZERS[case.optimizer](groups, **case.hyper())
     elif case.entry == "factory":
         arguments["optimizer"] = lambda params: OPTIMIZERS[case.optimizer](params, **case.hyper())
-    engine, *_ = deepspeed.initialize(model=model, model_parameters=groups, config=case.config(world), **arguments)
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=groups, config=config, **arguments)
     return engine
 
 
@@ -171,7 +172,7 @@ def whole_layers(optimizer: VROptimizer, shards: Mapping[Tensor, Tensor]) -> dic
     for tensor, values in shards.items():
         layout, flat = optimizer.observer.layout(tensor), values.flatten()
         for segment in layout.segments:
-            mine[layout.layers[segment.layer].name] = flat[segment.start : segment.start + segment.numel].clone()
+            mine[layout.layers[segment.layer].name] = flat[segment.start : segment.start + segment.numel].cpu()
     if optimizer.observer.ranks.group is None:
         return mine
     everyone: list[Any] = [None] * torch.distributed.get_world_size()
@@ -206,19 +207,19 @@ def chunk_gradients(plain: TinyLM, micro_batches: list[Tensor], scale: float) ->
     for tokens in micro_batches:
         plain.zero_grad()
         (plain(tokens) * scale).backward()
-        chunks.append({n: p.grad.double() / scale for n, p in plain.named_parameters() if p.grad is not None})
+        chunks.append({n: p.grad.cpu().double() / scale for n, p in plain.named_parameters() if p.grad is not None})
     return chunks
 
 
 def run_case(case: Case, rank: int, world: int) -> Result | None:
     """Train; returns the errors on rank 0 and None elsewhere."""
     engine = build(case, world)
-    plain = make_model().to(DTYPES[case.dtype])
-    start = {name: weight.clone().double() for name, weight in plain.named_parameters() if weight.requires_grad}
-    reference = DenseOptimizer(case.optimizer, start, _reference_groups(start, case), **case.hyper())
+    plain = make_model().to(engine.device, DTYPES[case.dtype])
+    start = {name: weight.cpu().double() for name, weight in plain.named_parameters() if weight.requires_grad}
+    reference = DenseOptimizer(case.optimizer, start, reference_groups(start, case), **case.hyper())
     given = None if case.dtype == "fp32" or _gsnr(engine) else HandedMean(engine.basic_optimizer)
     for step in range(case.steps):
-        micro_batches = batches(step, case.accumulation * world)
+        micro_batches = [tokens.to(engine.device) for tokens in batches(step, case.accumulation * world)]
         with whole_weights(engine) as weights:
             plain.load_state_dict(weights, strict=False)
         scale = getattr(engine.optimizer, "loss_scale", 1.0) if case.dtype == "fp16" else 1.0
@@ -226,6 +227,8 @@ def run_case(case: Case, rank: int, world: int) -> Result | None:
         for index in range(case.accumulation):
             engine.backward(engine(micro_batches[index * world + rank]))
             engine.step()
+        if step == 0:
+            stats = ds_vrgd.gsnr_stats(engine) if _gsnr(engine) else None
         mean = None if given is None else given.collect()
         if rank == 0 and mean is None:
             reference.step(chunks, clip=case.clip)
@@ -235,22 +238,27 @@ def run_case(case: Case, rank: int, world: int) -> Result | None:
     masters = master_weights(engine)
     with whole_weights(engine) as weights:
         for name, master in masters.items():
-            assert torch.equal(master.view_as(weights[name]).to(DTYPES[case.dtype]), weights[name]), f"master of {name}"
-    stats = ds_vrgd.gsnr_stats(engine) if _gsnr(engine) else None
+            assert torch.equal(master.view_as(weights[name]).to(DTYPES[case.dtype]), weights[name].cpu()), f"master of {name}"
     engine.destroy()
     if rank:
         return None
-    error = _norm(masters[name].double() - reference.params[name].flatten() for name in masters)
-    assert set(masters) == set(start)
-    moved = _norm(reference.params[name] - start[name] for name in start)
-    return Result(error / _norm(reference.params.values()), error / moved, stats, masters)
+    error = relative_error(masters, reference)
+    moved = _norm(reference.params[name] - start[name] for name in start) / _norm(reference.params.values())
+    return Result(error, error / moved, moved, stats)
+
+
+def relative_error(masters: Mapping[str, Tensor], reference: DenseOptimizer) -> float:
+    """Norm-wise, |theta - theta_ref| / |theta_ref|; ``masters`` flat, by name, and complete."""
+    assert set(masters) == set(reference.params)
+    error = _norm(masters[name].double() - weight.flatten() for name, weight in reference.params.items())
+    return error / _norm(reference.params.values())
 
 
 def _gsnr(engine: Any) -> bool:
     return bool(engine.basic_optimizer.param_groups[0]["gamma"] < 1.0)
 
 
-def _reference_groups(start: Mapping[str, Tensor], case: Case) -> list[dict[str, Any]]:
+def reference_groups(start: Mapping[str, Tensor], case: Case) -> list[dict[str, Any]]:
     matrices = [name for name, weight in start.items() if weight.dim() > 1]
     vectors = [name for name in start if name not in matrices]
     return [{"params": matrices}, {"params": vectors, "weight_decay": 0.0, **case.without_decay()}]

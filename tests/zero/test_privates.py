@@ -1,0 +1,120 @@
+"""Everything of DeepSpeed's that is not documented and that ``ds_vrgd/zero`` leans on.
+
+When one of these fails, DeepSpeed has changed: read its new code, mend the room that is named, and only then widen the tested
+range in ``ds_vrgd/zero/versions.py``.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import pytest
+from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.zero import utils as zero_utils
+
+from tests.support.ranks import run_on_ranks
+from tests.support.trajectory import Case, build
+
+#: Methods of the engine that are wrapped or called, their parameters, and the room that does it.
+METHODS = {
+    "optimizer_name": (["self"], "register"),
+    "_is_supported_optimizer": (["self", "optimizer_name"], "register"),
+    "_configure_basic_optimizer": (["self", "model_parameters"], "register"),
+    "_do_optimizer_sanity_check": (["self", "basic_optimizer"], "register"),
+    "_configure_optimizer": (["self", "client_optimizer", "model_parameters"], "register"),
+    "_backward_epilogue": (["self"], "attach"),
+    "_take_model_step": (["self", "lr_kwargs"], "attach"),
+    "zero_reduce_bucket_size": (["self"], "observer"),
+    "zero_optimization_stage": (["self"], "refusals"),
+    "fp16_enabled": (["self"], "refusals"),
+    "torch_autocast_enabled": (["self"], "refusals"),
+    "torch_autocast_dtype": (["self"], "refusals"),
+    "is_deepcompile_enabled": (["self"], "refusals"),
+    "super_offload": (["self"], "refusals"),
+    "zero_quantized_gradients": (["self"], "refusals"),
+}
+
+#: Attributes of the engine, by the room that reads them.
+ENGINE = {
+    "attach": ["basic_optimizer", "optimizer", "global_rank"],
+    "observer": ["device", "seq_data_parallel_group"],
+    "wrappers": ["param_names"],
+    "refusals": [
+        "_config", "zenflow", "mp_world_size", "sequence_parallel_size", "has_moe_layers", "gradient_average", "module",
+    ],
+}  # fmt: skip
+
+#: Attributes of the wrapper that each engine gets, read by wrappers.py and scale.py.
+WRAPPERS = {
+    "FP16_UnfusedOptimizer": (
+        Case("VRLAMB", 0, "bf16", 2),
+        ["optimizer", "fp16_groups", "fp32_groups", "clip_grad", "_global_grad_norm", "loss_scale"],
+    ),
+    "BF16_Optimizer": (
+        Case("VRLAMB", 1, "bf16", 2, "fp32"),
+        ["optimizer", "bf16_groups", "fp32_groups_flat_partition", "real_dp_process_group", "clip_grad"],
+    ),
+    "DeepSpeedZeroOptimizer": (
+        Case("VRLAMB", 2, "bf16", 2),
+        [
+            "optimizer", "round_robin_bit16_groups", "round_robin_bit16_offsets", "single_partition_of_fp32_groups",
+            "real_dp_process_group", "clip_grad", "_global_grad_norm", "loss_scale",
+        ],
+    ),
+    "DeepSpeedZeroOptimizer_Stage3": (
+        Case("VRLAMB", 3, "bf16", 2),
+        [
+            "optimizer", "fp16_groups", "fp32_partitioned_groups_flat", "sub_group_to_group_id", "grad_position",
+            "get_param_id", "dp_process_group", "clip_grad", "_global_grad_norm", "loss_scale",
+        ],
+    ),
+}  # fmt: skip
+
+
+def missing_attributes(rank: int) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, (case, attributes) in WRAPPERS.items():
+        engine = build(case, 1)
+        found[name] = {
+            "class": type(engine.optimizer).__name__,
+            "missing": [attribute for attribute in attributes if not hasattr(engine.optimizer, attribute)],
+            "engine": [(room, a) for room, names in ENGINE.items() for a in names if not hasattr(engine, a)],
+            "json": engine._config._param_dict["optimizer"]["type"],
+            "offload": hasattr(engine._config.zero_config, "offload_optimizer"),
+        }
+        engine.destroy()
+    return found
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[str, Any]:
+    return run_on_ranks(1, missing_attributes)[0]
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_engine_method_has_its_signature(name: str) -> None:
+    expected, room = METHODS[name]
+    method = getattr(DeepSpeedEngine, name, None)
+    assert method is not None, f"DeepSpeedEngine.{name} is gone; ds_vrgd/zero/{room}.py needs it"
+    parameters = list(inspect.signature(inspect.unwrap(method)).parameters)
+    assert parameters == expected, f"DeepSpeedEngine.{name} takes {parameters} now; see ds_vrgd/zero/{room}.py"
+
+
+@pytest.mark.parametrize("name", WRAPPERS)
+def test_wrapper_has_its_bookkeeping(found: dict[str, Any], name: str) -> None:
+    assert found[name]["class"] == name, f"this engine is wrapped by {found[name]['class']} now; see ds_vrgd/zero/wrappers.py"
+    assert not found[name]["missing"], f"{name} lost {found[name]['missing']}; see ds_vrgd/zero/wrappers.py and scale.py"
+
+
+def test_engine_has_its_attributes(found: dict[str, Any]) -> None:
+    for name in WRAPPERS:
+        for room, attribute in found[name]["engine"]:
+            pytest.fail(f"DeepSpeedEngine has no {attribute} now; ds_vrgd/zero/{room}.py reads it")
+        assert found[name]["json"] == "VRLAMB", "the JSON as the user spelled it is not in engine._config._param_dict now"
+        assert found[name]["offload"], "engine._config.zero_config.offload_optimizer is gone; see ds_vrgd/zero/refusals.py"
+
+
+def test_list_of_zero_optimizers_is_still_consulted() -> None:
+    assert isinstance(zero_utils.ZERO_SUPPORTED_OPTIMIZERS, list), "see ds_vrgd/zero/register.py"
+    assert "ZERO_SUPPORTED_OPTIMIZERS" in inspect.getsource(zero_utils.is_zero_supported_optimizer)

@@ -1,0 +1,137 @@
+"""What cannot be exact is refused before any training, and the message says what to change."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import deepspeed
+import pytest
+import torch
+
+import ds_vrgd
+from ds_vrgd.zero.versions import check_version
+from tests.support.model import make_model
+from tests.support.ranks import run_on_ranks
+
+#: What is added to the JSON, and what the message must contain.
+SETTINGS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
+    "fp16 at stage 0": ({"fp16": {"enabled": True}}, ("fp16.enabled=true", "stage=0", "Use stage 1, 2 or 3, or bf16")),
+    "fp16 autocast": (
+        {"torch_autocast": {"enabled": True, "dtype": "float16"}, "zero_optimization": {"stage": 2}},
+        ("torch_autocast.dtype=float16", "bfloat16"),
+    ),
+    "DeepCompile": (
+        {"compile": {"deepcompile": True}, "zero_optimization": {"stage": 2}},
+        ("compile.deepcompile=true", "Set it to false"),
+    ),
+    "ZenFlow": (
+        {
+            "bf16": {"enabled": True},
+            "zero_optimization": {
+                "stage": 2,
+                "offload_optimizer": {"device": "cpu"},
+                "zenflow": {"topk_ratio": 0.1, "update_interval": 4, "full_warm_up_rounds": 0, "overlap_step": False},
+            },
+        },
+        ("zero_optimization.zenflow", "Remove"),
+    ),
+    "SuperOffload": (
+        {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu", "super_offload": True}}},
+        ("super_offload=true", "Set it to false"),
+    ),
+    "partial offload": (
+        {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu", "ratio": 0.5}}},
+        ("offload_optimizer.ratio=0.5", "Set it to 1.0"),
+    ),
+    "NVMe offload": (
+        {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": "/nowhere"}}},
+        ("offload_optimizer.device=nvme", "Use cpu"),
+    ),
+    "quantised gradients": (
+        {"zero_optimization": {"stage": 3, "zero_quantized_gradients": True}},
+        ("zero_quantized_gradients=true", "Set it to false"),
+    ),
+    "summed gradients": (
+        {"gradient_allreduce_op": "sum", "zero_optimization": {"stage": 2}},
+        ("gradient_allreduce_op=sum", "mean"),
+    ),
+}
+
+
+def attempt(config: dict[str, Any], model: torch.nn.Module | None = None, **optimizer: Any) -> str:
+    """The error of building an engine, or "" if it was built."""
+    base = {"train_batch_size": 4, "train_micro_batch_size_per_gpu": 4, "steps_per_print": 10**9}
+    if not optimizer:
+        base["optimizer"] = {"type": "VRLAMB", "params": {"lr": 1e-3}}
+    model = model or make_model()
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    try:
+        deepspeed.initialize(model=model, model_parameters=parameters, config=base | config, **optimizer)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def attempt_all(rank: int) -> dict[str, str]:
+    errors = {name: attempt(config) for name, (config, _) in SETTINGS.items()}
+    sparse = torch.nn.Sequential(torch.nn.Embedding(5, 3, sparse=True), torch.nn.Linear(3, 1))
+    errors["sparse embedding"] = attempt({}, sparse)
+    for name in ("VRLAMB", "VR-LAMB", "VR-SGD", "LAMB", "LARS"):
+        errors[f"type {name}"] = attempt({"optimizer": {"type": name, "params": {"lr": 1e-3}}, "bf16": {"enabled": True}})
+    errors["type vrlamb"] = attempt({"optimizer": {"type": "vrlamb", "params": {"lr": 1e-3}}})
+    errors["unknown argument"] = attempt({"optimizer": {"type": "VRLAMB", "params": {"lr": 1e-3, "gama": 0.1}}})
+    errors["bad argument"] = attempt({"optimizer": {"type": "VRLAMB", "params": {"lr": 1e-3, "gamma": 1.5}}})
+    errors["class"] = attempt({"zero_optimization": {"stage": 3}}, optimizer=functools.partial(ds_vrgd.VRLAMB, lr=1e-3))
+    two = attempt({"fp16": {"enabled": True}, "gradient_allreduce_op": "sum"})
+    return errors | {"two at once": two}
+
+
+@pytest.fixture(scope="module")
+def errors() -> dict[str, str]:
+    return run_on_ranks(1, attempt_all)[0]
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_setting_is_refused_by_name_with_the_way_out(errors: dict[str, str], name: str) -> None:
+    assert errors[name].startswith("ValueError: VRLAMB cannot be exact under this configuration"), errors[name]
+    for part in SETTINGS[name][1]:
+        assert part in errors[name]
+
+
+def test_every_refused_setting_is_listed_at_once(errors: dict[str, str]) -> None:
+    assert "fp16.enabled=true" in errors["two at once"]
+    assert "gradient_allreduce_op=sum" in errors["two at once"]
+
+
+def test_sparse_embedding_is_refused_by_its_name(errors: dict[str, str]) -> None:
+    assert "Embedding(sparse=True) at '0'" in errors["sparse embedding"]
+
+
+@pytest.mark.parametrize("name", ["VRLAMB", "VR-LAMB", "VR-SGD", "LAMB", "LARS"])
+def test_json_names_are_known_in_bf16_too(errors: dict[str, str], name: str) -> None:
+    assert errors[f"type {name}"] == ""
+
+
+def test_factory_is_accepted(errors: dict[str, str]) -> None:
+    assert errors["class"] == ""
+
+
+def test_other_spelling_is_not_ours(errors: dict[str, str]) -> None:
+    assert "vrlamb is not a supported DeepSpeed Optimizer" in errors["type vrlamb"]
+
+
+def test_json_arguments_are_checked(errors: dict[str, str]) -> None:
+    assert "VRLAMB has no argument gama=0.1" in errors["unknown argument"]
+    assert "gamma=1.5 is out of range: must be in (0, 1]" in errors["bad argument"]
+
+
+@pytest.mark.parametrize("version", ["0.19.7", "0.18.2", "0.20.0", "1.0"])
+def test_untested_deepspeed_is_refused(version: str) -> None:
+    with pytest.raises(RuntimeError, match=r"outside the tested range >=0\.19\.8,<0\.20"):
+        check_version(version)
+
+
+@pytest.mark.parametrize("version", ["0.19.8", "0.19.8+abc123", "0.19.12"])
+def test_tested_deepspeed_is_accepted(version: str) -> None:
+    check_version(version)
