@@ -52,33 +52,37 @@ class Training:
         ids = SpecialIds.of(self.data.tokenizer)
         return ExampleBuilder(documents, self.data.spans[split, sequence_length], sequence_length, ids)
 
-    def phase(self, index: int, phase_step: int) -> None:
-        """Train phase ``index`` from its update ``phase_step`` to its end. Collective."""
+    def phase(self, index: int, first_step: int) -> tuple[float, float]:
+        """Train phase ``index`` from its update ``first_step`` to its end. Collective.
+
+        Returns:
+            The evaluation at its end, see ``evaluate``.
+        """
         phase = self.run.phases[index]
         done = sum(self.run.phase_steps[:index])
-        ranks = dist.get_world_size()
         set_batch(self.engine, phase)
         micro_batches = MicroBatches(self.builder("train", phase.sequence_length), self.run.seed, index, phase)
-        order = RankOrder(phase, phase_step, dist.get_rank(), ranks)
+        order = RankOrder(phase, first_step, dist.get_rank(), dist.get_world_size())
         batches = training_batches(micro_batches, order, self.run.loader_workers)
         skipped = 0
+        evaluation = (math.nan, math.nan)
         bar = tqdm(
             total=phase.steps,
-            initial=phase_step,
+            initial=first_step,
             desc=f"phase {index + 1}/{len(self.run.phases)}, sequence {phase.sequence_length}",
-            disable=dist.get_rank() != 0,
+            disable=self.log is None,
             dynamic_ncols=True,
         )
-        for step in range(phase_step, phase.steps):
+        for step in range(first_step, phase.steps):
             started = time.perf_counter()
-            lr = phase.lr_at(step)
+            total, lr = done + step + 1, phase.lr_at(step)
             losses = self.update(batches, index, step, lr)
             skipped = skipped + 1 if getattr(self.engine.optimizer, "overflow", False) else 0
-            self.check_finite(losses, done + step + 1, skipped)
+            self.check(losses, total, skipped)
             speed = phase.global_batch / (time.perf_counter() - started)
             if self.log is not None:
                 record = {
-                    "step": done + step + 1,
+                    "step": total,
                     "phase": index + 1,
                     "loss": sum(losses),
                     "masked_lm_loss": losses[0],
@@ -91,12 +95,13 @@ class Training:
                 self.log.update(record if gsnr is None else {**record, "gsnr": gsnr})
             bar.set_postfix(loss=f"{sum(losses):.3f}", lr=f"{lr:.2e}", seq_s=f"{speed:.0f}", refresh=False)
             bar.update()
-            at_end = step + 1 == phase.steps
-            if at_end or (done + step + 1) % self.run.checkpoint_every == 0:
-                checkpoint.save(self.engine, self.output, done + step + 1, self.description)
-                if not (at_end and index + 1 == len(self.run.phases)):  # the run's end has its own evaluation
-                    self.evaluate(index, done + step + 1)
+            if step + 1 == phase.steps or total % self.run.checkpoint_every == 0:
+                evaluation = self.evaluate(index, total)
+                # Weights that the last update has ruined never become the newest checkpoint.
+                self.check(evaluation, total, skipped)
+                checkpoint.save(self.engine, self.output, total, self.description)
         bar.close()
+        return evaluation
 
     def update(self, batches: Iterator[Batch], phase_index: int, step: int, lr: float) -> tuple[float, float]:
         """One optimizer step over the global batch. Collective.
@@ -124,7 +129,7 @@ class Training:
         masked_lm_mean, next_sentence_mean = losses.tolist()
         return masked_lm_mean, next_sentence_mean
 
-    def check_finite(self, losses: tuple[float, float], step: int, skipped: int) -> None:
+    def check(self, losses: tuple[float, float], step: int, skipped: int) -> None:
         """Stop a run that has come apart. The losses are those of all ranks, so every rank stops.
 
         Raises:
@@ -194,9 +199,11 @@ def pretrain(run: RunFile, deepspeed_config: dict[str, Any], output: Path, resum
         checkpoint.load(engine, resumption)
     log = RunLog(output, step, engine.monitor) if dist.get_rank() == 0 else None
     training = Training(run, data, engine, output, description, log)
+    evaluation = None
     for index in range(phase_index, len(run.phases)):
-        training.phase(index, phase_step if index == phase_index else 0)
-    loss, entropy = training.evaluate(len(run.phases) - 1, sum(run.phase_steps))
+        evaluation = training.phase(index, phase_step if index == phase_index else 0)
+    # Nothing was left to train if an interrupted run had saved its last checkpoint.
+    loss, entropy = evaluation or training.evaluate(len(run.phases) - 1, sum(run.phase_steps))
     save_model(engine, data.tokenizer, output)
     line = f"held-out mlm loss {loss:.4f} (unigram entropy {entropy:.4f})"
     if dist.get_rank() == 0:

@@ -62,7 +62,12 @@ class RankOrder(Sampler[tuple[int, int]]):
 
 def training_batches(micro_batches: MicroBatches, order: RankOrder, workers: int) -> Iterator[Batch]:
     """One rank's micro-batches in order, built ahead of time by ``workers`` processes."""
-    return iter(DataLoader(micro_batches, batch_size=None, sampler=order, num_workers=workers))
+    # Forked workers share the mapped corpus; any other start method would copy it into each.
+    context = "fork" if workers else None
+    loader = DataLoader(
+        micro_batches, batch_size=None, sampler=order, num_workers=workers, multiprocessing_context=context
+    )
+    return iter(loader)
 
 
 def evaluation_batches(
