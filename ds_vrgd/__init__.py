@@ -1,6 +1,7 @@
 """Variance-reduced large-batch optimizers for PyTorch and DeepSpeed; exact LARS and LAMB under ZeRO.
 
-``import ds_vrgd`` makes every optimizer known to DeepSpeed: ``{"optimizer": {"type": "VRLAMB", ...}}`` in its JSON is enough.
+``import ds_vrgd`` makes every optimizer known to DeepSpeed: ``{"optimizer": {"type": "VRLAMB", ...}}`` in its JSON
+is enough.
 """
 
 from ds_vrgd.optim import LAMB, LARS, VRLAMB, VRLARS, VRSGD, VRAdam, VRAdamW, VRMomentum
@@ -14,14 +15,14 @@ _register()
 __all__ = [
     "LAMB",
     "LARS",
+    "VRLAMB",
+    "VRLARS",
+    "VRSGD",
     "GSNRStatistics",
     "LayerGSNR",
     "VRAdam",
     "VRAdamW",
-    "VRLAMB",
-    "VRLARS",
     "VRMomentum",
-    "VRSGD",
     "__version__",
     "gsnr_stats",
     "noise_scale",

@@ -35,8 +35,8 @@ def attach(engine: Engine) -> None:
         layers = sum(len(layout.layers) for layout in holdings.layouts.values())
         observed = len(holdings.routes) + len(holdings.copies)
         logger.info(
-            f"{type(optimizer).__name__}: {layers} layers under {type(engine.optimizer).__name__}, variance reduction on "
-            f"{observed} of them"
+            f"{type(optimizer).__name__}: {layers} layers under {type(engine.optimizer).__name__}, "
+            f"variance reduction on {observed} of them"
         )
 
 

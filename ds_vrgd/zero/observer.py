@@ -75,7 +75,7 @@ class EngineObserver:
         return self._holdings.layouts[tensor]
 
     def finish(self) -> int:
-        """k of the window; a collective where the ranks hold whole parameters."""
+        """The window's k; a collective where the ranks hold whole parameters."""
         return 0 if self._moments is None else self._moments.finish()
 
     def moments(self, tensor: Tensor) -> tuple[Tensor, Tensor]:

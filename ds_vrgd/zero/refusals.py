@@ -18,8 +18,8 @@ def _stage(engine: Engine) -> int:
 def _fp16_without_zero(engine: Engine) -> str | None:
     if engine.fp16_enabled() and _stage(engine) == 0:
         return (
-            "fp16.enabled=true with zero_optimization.stage=0: DeepSpeed never scales the loss there but still divides the "
-            "gradient by the loss scale. Use stage 1, 2 or 3, or bf16"
+            "fp16.enabled=true with zero_optimization.stage=0: DeepSpeed never scales the loss there but still "
+            "divides the gradient by the loss scale. Use stage 1, 2 or 3, or bf16"
         )
     return None
 
@@ -27,21 +27,26 @@ def _fp16_without_zero(engine: Engine) -> str | None:
 def _fp16_autocast(engine: Engine) -> str | None:
     if engine.torch_autocast_enabled() and engine.torch_autocast_dtype() == torch.float16 and _stage(engine) > 0:
         return (
-            "torch_autocast.dtype=float16 with ZeRO: each rank decides alone whether it skips an overflowing step, and the ranks "
-            "would wait for each other for ever. Use torch_autocast.dtype=bfloat16, or fp16.enabled=true"
+            "torch_autocast.dtype=float16 with ZeRO: each rank decides alone whether it skips an overflowing step, and "
+            "the ranks would wait for each other for ever. Use torch_autocast.dtype=bfloat16, or fp16.enabled=true"
         )
     return None
 
 
 def _deepcompile(engine: Engine) -> str | None:
     if engine.is_deepcompile_enabled():
-        return "compile.deepcompile=true: gradients are reduced inside the graph, where no rank's own can be seen. Set it to false"
+        return (
+            "compile.deepcompile=true: gradients are reduced inside the graph, where no rank's own can be seen. "
+            "Set it to false"
+        )
     return None
 
 
 def _zenflow(engine: Engine) -> str | None:
     if engine.zenflow:
-        return "zero_optimization.zenflow: it updates selected channels with an optimizer of its own. Remove that section"
+        return (
+            "zero_optimization.zenflow: it updates selected channels with an optimizer of its own. Remove that section"
+        )
     return None
 
 
@@ -68,7 +73,9 @@ def _nvme_offload(engine: Engine) -> str | None:
 def _sparse_gradients(engine: Engine) -> str | None:
     for name, module in engine.module.named_modules():
         if getattr(module, "sparse", False) and isinstance(module, (torch.nn.Embedding, torch.nn.EmbeddingBag)):
-            return f"{type(module).__name__}(sparse=True) at '{name}': its gradients are sparse tensors. Set sparse=False"
+            return (
+                f"{type(module).__name__}(sparse=True) at '{name}': its gradients are sparse tensors. Set sparse=False"
+            )
     return None
 
 

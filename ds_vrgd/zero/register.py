@@ -1,8 +1,8 @@
 """Make the optimizers' names known to DeepSpeed, and have every engine attach itself.
 
-``import ds_vrgd`` is all that a program with a DeepSpeed JSON needs, so five methods of ``DeepSpeedEngine`` are wrapped:
-what the JSON's name is, whether it is supported, how it is built, whether the configuration suits it, and what happens
-when the engine has built its wrapper around it.
+``import ds_vrgd`` is all that a program with a DeepSpeed JSON needs, so five methods of ``DeepSpeedEngine`` are
+wrapped: what the JSON's name is, whether it is supported, how it is built, whether the configuration suits it, and
+what happens when the engine has built its wrapper around it.
 """
 
 from __future__ import annotations
@@ -45,7 +45,9 @@ def register() -> None:
     ):
         original = getattr(DeepSpeedEngine, name, None)
         if original is None:
-            raise RuntimeError(f"this DeepSpeed has no DeepSpeedEngine.{name}; ds_vrgd needs deepspeed>={OLDEST},<{BELOW}")
+            raise RuntimeError(
+                f"this DeepSpeed has no DeepSpeedEngine.{name}; ds_vrgd needs deepspeed>={OLDEST},<{BELOW}"
+            )
         if not hasattr(original, _WRAPPED):
             setattr(DeepSpeedEngine, name, _as_method(wrapper, original))
 

@@ -1,8 +1,8 @@
 """What DeepSpeed does to the mean gradient before it hands it over: loss scale, accumulation, clipping.
 
-The chunks' own mean, summed in fp32, is better than DeepSpeed's, which was reduced in the model's dtype; it only has to be
-brought to the same scale. One quirk is not followed: on a step at which a dynamic loss scale grows, DeepSpeed's ZeRO
-wrappers divide by the new scale a gradient that still bears the old one, and hand over half of it.
+The chunks' own mean, summed in fp32, is better than DeepSpeed's, which was reduced in the model's dtype; it only has
+to be brought to the same scale. One quirk is not followed: on a step at which a dynamic loss scale grows,
+DeepSpeed's ZeRO wrappers divide by the new scale a gradient that still bears the old one, and hand over half of it.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ class GradientScale:
         """2-norm of the mean gradient over the whole model, without loss scale, before clipping: a scalar."""
         norm = torch.as_tensor(self._wrapper._global_grad_norm, device=device)
         if isinstance(self._wrapper, DeepSpeedZeroOptimizer_Stage3):
-            norm = norm * (float(self._wrapper.loss_scale) / self._loss_scale)  # stage 3 divides by the scale after its update
+            # Stage 3 divides by the loss scale as it is after its update.
+            norm = norm * (float(self._wrapper.loss_scale) / self._loss_scale)
         return norm
 
     def clipping(self, device: torch.device) -> Tensor:
@@ -49,9 +50,9 @@ class GradientScale:
         return torch.clamp(clip / (self.norm(device) + CLIP_EPS), max=1.0)
 
     def of_chunk_mean(self, micro_batches: int, device: torch.device) -> Tensor:
-        """Factor from the mean of the chunk gradients, as autograd hands them out, to the gradient of the step: a scalar.
+        """Factor from the mean of the chunks' gradients, as autograd hands them out, to the step's: a scalar.
 
-        A chunk's gradient comes multiplied by ``loss_scale / accumulation``, and the step wants the sum over the window's
-        micro-batches of the mean over the ranks.
+        A chunk's gradient comes multiplied by ``loss_scale / accumulation``, and the step wants the sum over the
+        window's micro-batches of the mean over the ranks.
         """
         return self.clipping(device) * (micro_batches / self._loss_scale)

@@ -18,6 +18,6 @@ def check_version(version: str = deepspeed.__version__) -> None:
     release = Version(Version(version).base_version)
     if not Version(OLDEST) <= release < Version(BELOW):
         raise RuntimeError(
-            f"DeepSpeed {version} is outside the tested range >={OLDEST},<{BELOW}: its gradient path may differ in ways that "
-            f"would make the statistics silently wrong. Install 'deepspeed>={OLDEST},<{BELOW}'."
+            f"DeepSpeed {version} is outside the tested range >={OLDEST},<{BELOW}: its gradient path may differ in "
+            f"ways that would make the statistics silently wrong. Install 'deepspeed>={OLDEST},<{BELOW}'."
         )

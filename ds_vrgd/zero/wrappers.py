@@ -56,8 +56,8 @@ def holdings_of(engine: Engine) -> Holdings:
     }
     if type(wrapper) not in readers:
         raise RuntimeError(
-            f"DeepSpeed built a {type(wrapper).__name__}, which ds_vrgd does not know, so no statistics would be right. Please "
-            "report it with your DeepSpeed configuration."
+            f"DeepSpeed built a {type(wrapper).__name__}, which ds_vrgd does not know, so no statistics would be "
+            "right. Please report it with your DeepSpeed configuration."
         )
     return readers[type(wrapper)](engine)
 
@@ -124,7 +124,12 @@ def _end_to_end(params: Sequence[Tensor]) -> list[int]:
 
 
 def _add_flat_group(
-    held: Holdings, engine: Engine, group: dict[str, Any], params: Sequence[Tensor], offsets: Sequence[int], shard: Tensor
+    held: Holdings,
+    engine: Engine,
+    group: dict[str, Any],
+    params: Sequence[Tensor],
+    offsets: Sequence[int],
+    shard: Tensor,
 ) -> None:
     """A flat buffer that is cut into one equal shard a rank, without regard for the parameters in it."""
     rank, size = torch.distributed.get_rank(held.group), shard.numel()

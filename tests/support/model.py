@@ -60,7 +60,9 @@ def make_model(checkpointing: str | None = None) -> TinyLM:
 
 def param_groups(model: nn.Module, **without_decay: Any) -> list[dict[str, Any]]:
     """Matrices in one group; biases and normalisation, without decay, in another."""
-    decayed = [p for p in model.parameters() if p.requires_grad and p.dim() != 1 or getattr(p, "ds_shape", [0]).__len__() > 1]
+    decayed = [
+        p for p in model.parameters() if (p.requires_grad and p.dim() != 1) or getattr(p, "ds_shape", [0]).__len__() > 1
+    ]
     others = [p for p in model.parameters() if p.requires_grad and not any(p is d for d in decayed)]
     return [{"params": decayed}, {"params": others, "weight_decay": 0.0, **without_decay}]
 

@@ -50,7 +50,12 @@ def _worker(rank: int, world: int, folder: str, function: Callable[..., Any], ar
             torch.use_deterministic_algorithms(True)
             torch.cuda.set_device(rank)
         deepspeed.init_distributed(
-            BACKEND, init_method=f"file://{folder}/store", rank=rank, world_size=world, auto_mpi_discovery=False, verbose=False
+            BACKEND,
+            init_method=f"file://{folder}/store",
+            rank=rank,
+            world_size=world,
+            auto_mpi_discovery=False,
+            verbose=False,
         )
         outcome: Any = ("ok", function(rank, *arguments))
     except BaseException:
@@ -82,7 +87,9 @@ def run_on_ranks(world: int, function: Callable[..., Any], *arguments: Any) -> l
             process.join(5)
             process.kill()
         outcomes = [
-            pickle.loads(path.read_bytes()) if (path := Path(folder, f"rank{rank}")).exists() else ("error", "no answer")
+            pickle.loads(path.read_bytes())
+            if (path := Path(folder, f"rank{rank}")).exists()
+            else ("error", "no answer")
             for rank in range(world)
         ]
     failures = [f"rank {rank}: {answer}" for rank, (verdict, answer) in enumerate(outcomes) if verdict != "ok"]

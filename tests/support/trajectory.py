@@ -1,8 +1,9 @@
 """Drive a DeepSpeed engine for some steps beside the dense float64 reference.
 
-The reference gets its chunk gradients from a plain copy of the model (no engine, no hook) that holds the engine's weights, one
-backward pass a chunk; it knows nothing of ranks, shards or buckets. Without GSNR nothing of ours sees the chunks, so in
-half precision the reference is then given the mean that DeepSpeed hands over, put together from all ranks.
+The reference gets its chunk gradients from a plain copy of the model (no engine, no hook) that holds the engine's
+weights, one backward pass a chunk; it knows nothing of ranks, shards or buckets. Without GSNR nothing of ours sees
+the chunks, so in half precision the reference is then given the mean that DeepSpeed hands over, put together from
+all ranks.
 """
 
 from __future__ import annotations
@@ -202,7 +203,7 @@ class HandedMean:
 
 
 def chunk_gradients(plain: TinyLM, micro_batches: list[Tensor], scale: float) -> list[dict[str, Tensor]]:
-    """One plain backward pass a micro-batch, in the model's dtype; the loss is scaled before and the gradient after it."""
+    """One plain backward pass a micro-batch, in the model's dtype; the loss is multiplied by ``scale`` before it."""
     chunks = []
     for tokens in micro_batches:
         plain.zero_grad()
@@ -234,11 +235,13 @@ def run_case(case: Case, rank: int, world: int) -> Result | None:
             reference.step(chunks, clip=case.clip)
         elif rank == 0:
             reference.step(chunks, mean={name: mean[name].view_as(weight) for name, weight in start.items()})
-    assert engine.global_steps == case.steps and engine.skipped_steps == 0
+    assert (engine.global_steps, engine.skipped_steps) == (case.steps, 0)
     masters = master_weights(engine)
     with whole_weights(engine) as weights:
         for name, master in masters.items():
-            assert torch.equal(master.view_as(weights[name]).to(DTYPES[case.dtype]), weights[name].cpu()), f"master of {name}"
+            assert torch.equal(master.view_as(weights[name]).to(DTYPES[case.dtype]), weights[name].cpu()), (
+                f"master of {name}"
+            )
     engine.destroy()
     if rank:
         return None

@@ -34,7 +34,7 @@ ENGINES: tuple[tuple[int, str, str | None], ...] = (
 
 #: Engines that are left out, and why.
 LEFT_OUT = {
-    "stage 0, fp16": "DeepSpeed 0.19.8 never scales the loss there but divides the gradient by the loss scale: refused.",
+    "stage 0, fp16": "DeepSpeed never scales the loss there but divides the gradient by the loss scale: refused.",
     "stage 0, bf16, accumulation in fp32": "DeepSpeed has no wrapper for it (NotImplementedError).",
 }
 

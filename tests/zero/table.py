@@ -20,21 +20,22 @@ COMMAND = "make test PYTEST_ARGS='tests/zero/test_exactness.py --write-exactness
 PREFACE = """\
 # Exactness
 
-Every optimizer, under every ZeRO stage and wrapper, held against a dense float64 reference (`tests/reference.py`) that has
-the chunk gradients in a list. Each figure is the norm-wise error of the fp32 (master) weights after 5 steps,
+Every optimizer, under every ZeRO stage and wrapper, held against a dense float64 reference (`tests/reference.py`)
+that has the chunk gradients in a list. Each figure is the norm-wise error of the fp32 (master) weights after 5 steps,
 |theta - theta_ref| / |theta_ref|. The bound is 8e-7.
 
-The model (`tests/support/model.py`) has odd sizes, an embedding with unused rows, a LayerNorm, an output head tied to the
-embedding and a frozen weight; two param groups; a reduction bucket of 300 elements, so that three ranks cut the embedding
-in three. The chunk gradients come from a plain copy of the model that holds the engine's weights, in the model's dtype: one
-backward pass a chunk, no engine and no hook.
+The model (`tests/support/model.py`) has odd sizes, an embedding with unused rows, a LayerNorm, an output head tied
+to the embedding and a frozen weight; two param groups; a reduction bucket of 300 elements, so that three ranks cut
+the embedding in three. The chunk gradients come from a plain copy of the model that holds the engine's weights, in
+the model's dtype: one backward pass a chunk, no engine and no hook.
 
-In bf16 and fp16 a VR optimizer takes the mean from the chunks, summed in fp32, and not DeepSpeed's own, which is rounded to
-the model's dtype: hence the figures of fp32. LARS and LAMB (gamma = 1) observe nothing and take DeepSpeed's mean; in half
-precision their reference is given that mean, so the figure is the error of the optimizer alone.
+In bf16 and fp16 a VR optimizer takes the mean from the chunks, summed in fp32, and not DeepSpeed's own, which is
+rounded to the model's dtype: hence the figures of fp32. LARS and LAMB (gamma = 1) observe nothing and take
+DeepSpeed's mean; in half precision their reference is given that mean, so the figure is the error of the optimizer
+alone.
 
-`-` stands for one rank with one micro-batch, k = 1 chunk: no variance exists, and the step is refused with an error (which
-the test checks).
+`-` stands for one rank with one micro-batch, k = 1 chunk: no variance exists, and the step is refused with an error
+(which the test checks).
 """
 
 
@@ -78,7 +79,11 @@ class ExactnessTable:
         ]
         for world, name, case in variants():
             outcome = self._outcomes.get((world, name))
-            cells = (f"{outcome.of_weights:.1e}", f"{outcome.of_distance:.1e}") if isinstance(outcome, Result) else ("FAILED", "")
+            cells = (
+                (f"{outcome.of_weights:.1e}", f"{outcome.of_distance:.1e}")
+                if isinstance(outcome, Result)
+                else ("FAILED", "")
+            )
             note = name.split(f"gas{case.accumulation}-", 1)[1].replace("_", " ")
             dtype = f"{case.dtype}, {case.accum_dtype} accumulation" if case.accum_dtype else case.dtype
             lines.append(f"| {note} | {world} | {case.stage} | {dtype} | {cells[0]} | {cells[1]} |")
@@ -86,7 +91,8 @@ class ExactnessTable:
 
     def write(self, path: Path) -> None:
         """The whole document."""
-        versions = f"Python {platform.python_version()}, torch {torch.__version__}, DeepSpeed {deepspeed.__version__}, CPU, gloo"
+        python = platform.python_version()
+        versions = f"Python {python}, torch {torch.__version__}, DeepSpeed {deepspeed.__version__}, CPU, gloo"
         left_out = [f"- {what}: {why}" for what, why in LEFT_OUT.items()]
         parts = [
             PREFACE,
@@ -95,9 +101,10 @@ class ExactnessTable:
             "\n".join(self.matrix()),
             "\nLeft out:\n\n" + "\n".join(left_out) + "\n",
             "## Settings around VRLAMB\n\n"
-            "None of these may change the ratio: `tests/zero/test_exactness.py` also compares the layers' raw GSNR and the\n"
-            "clamped fractions of the first step with those of the plain configuration. Under clipping in half precision the\n"
-            "norm is DeepSpeed's, taken from its own rounded mean: the bound is then 5e-3 of the distance moved.\n",
+            "None of these may change the ratio: `tests/zero/test_exactness.py` also compares the layers' raw GSNR and\n"
+            "the clamped fractions of the first step with those of the plain configuration. Under clipping in half\n"
+            "precision the norm is DeepSpeed's, taken from its own rounded mean: the bound is then 5e-3 of the distance\n"
+            "moved.\n",
             "\n".join(self.variants()) + "\n",
         ]
         path.write_text("\n".join(parts), encoding="utf-8")

@@ -10,7 +10,15 @@ import torch
 from tests.reference import DenseOptimizer
 from tests.support.model import batches, make_model
 from tests.support.ranks import run_on_ranks
-from tests.support.trajectory import Case, build, chunk_gradients, master_weights, reference_groups, relative_error, whole_weights
+from tests.support.trajectory import (
+    Case,
+    build,
+    chunk_gradients,
+    master_weights,
+    reference_groups,
+    relative_error,
+    whole_weights,
+)
 
 WORLD, ACCUMULATION, STEPS = 2, 4, 6
 OVERFLOWING = 2
@@ -61,7 +69,9 @@ def runs() -> dict[tuple[int, str], dict[str, Any]]:
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_overflow_on_one_rank_skips_the_step_and_its_chunks(runs: dict[tuple[int, str], dict[str, Any]], stage: int) -> None:
+def test_overflow_on_one_rank_skips_the_step_and_its_chunks(
+    runs: dict[tuple[int, str], dict[str, Any]], stage: int
+) -> None:
     run = runs[stage, "overflow"]
     assert run["skipped"] == 1
     assert run["scales"] == [256.0] * 3 + [128.0] * 3  # halved once, after the third step

@@ -1,7 +1,7 @@
 """Everything of DeepSpeed's that is not documented and that ``ds_vrgd/zero`` leans on.
 
-When one of these fails, DeepSpeed has changed: read its new code, mend the room that is named, and only then widen the tested
-range in ``ds_vrgd/zero/versions.py``.
+When one of these fails, DeepSpeed has changed: read its new code, mend the room that is named, and only then widen
+the tested range in ``ds_vrgd/zero/versions.py``.
 """
 
 from __future__ import annotations
@@ -103,16 +103,24 @@ def test_engine_method_has_its_signature(name: str) -> None:
 
 @pytest.mark.parametrize("name", WRAPPERS)
 def test_wrapper_has_its_bookkeeping(found: dict[str, Any], name: str) -> None:
-    assert found[name]["class"] == name, f"this engine is wrapped by {found[name]['class']} now; see ds_vrgd/zero/wrappers.py"
-    assert not found[name]["missing"], f"{name} lost {found[name]['missing']}; see ds_vrgd/zero/wrappers.py and scale.py"
+    assert found[name]["class"] == name, (
+        f"this engine is wrapped by {found[name]['class']} now; see ds_vrgd/zero/wrappers.py"
+    )
+    assert not found[name]["missing"], (
+        f"{name} lost {found[name]['missing']}; see ds_vrgd/zero/wrappers.py and scale.py"
+    )
 
 
 def test_engine_has_its_attributes(found: dict[str, Any]) -> None:
     for name in WRAPPERS:
         for room, attribute in found[name]["engine"]:
             pytest.fail(f"DeepSpeedEngine has no {attribute} now; ds_vrgd/zero/{room}.py reads it")
-        assert found[name]["json"] == "VRLAMB", "the JSON as the user spelled it is not in engine._config._param_dict now"
-        assert found[name]["offload"], "engine._config.zero_config.offload_optimizer is gone; see ds_vrgd/zero/refusals.py"
+        assert found[name]["json"] == "VRLAMB", (
+            "the JSON as the user spelled it is not in engine._config._param_dict now"
+        )
+        assert found[name]["offload"], (
+            "engine._config.zero_config.offload_optimizer is gone; see ds_vrgd/zero/refusals.py"
+        )
 
 
 def test_list_of_zero_optimizers_is_still_consulted() -> None:

@@ -78,7 +78,9 @@ def attempt_all(rank: int) -> dict[str, str]:
     sparse = torch.nn.Sequential(torch.nn.Embedding(5, 3, sparse=True), torch.nn.Linear(3, 1))
     errors["sparse embedding"] = attempt({}, sparse)
     for name in ("VRLAMB", "VR-LAMB", "VR-SGD", "LAMB", "LARS"):
-        errors[f"type {name}"] = attempt({"optimizer": {"type": name, "params": {"lr": 1e-3}}, "bf16": {"enabled": True}})
+        errors[f"type {name}"] = attempt(
+            {"optimizer": {"type": name, "params": {"lr": 1e-3}}, "bf16": {"enabled": True}}
+        )
     errors["type vrlamb"] = attempt({"optimizer": {"type": "vrlamb", "params": {"lr": 1e-3}}})
     errors["unknown argument"] = attempt({"optimizer": {"type": "VRLAMB", "params": {"lr": 1e-3, "gama": 0.1}}})
     errors["bad argument"] = attempt({"optimizer": {"type": "VRLAMB", "params": {"lr": 1e-3, "gamma": 1.5}}})
