@@ -38,6 +38,14 @@ alone.
 (which the test checks).
 """
 
+INVARIANCE = """\
+## Settings around VRLAMB
+
+None of these may change the ratio: `tests/zero/test_exactness.py` also compares the layers' raw GSNR and the clamped
+fractions of the first step with those of the plain configuration. Under clipping in half precision the norm is
+DeepSpeed's, taken from its own rounded mean: the bound is then 5e-3 of the distance moved.
+"""
+
 
 class ExactnessTable:
     """Renders outcomes.
@@ -100,11 +108,7 @@ class ExactnessTable:
             "## Optimizers x engines\n\nColumns: ranks x accumulated micro-batches.\n",
             "\n".join(self.matrix()),
             "\nLeft out:\n\n" + "\n".join(left_out) + "\n",
-            "## Settings around VRLAMB\n\n"
-            "None of these may change the ratio: `tests/zero/test_exactness.py` also compares the layers' raw GSNR and\n"
-            "the clamped fractions of the first step with those of the plain configuration. Under clipping in half\n"
-            "precision the norm is DeepSpeed's, taken from its own rounded mean: the bound is then 5e-3 of the distance\n"
-            "moved.\n",
+            INVARIANCE,
             "\n".join(self.variants()) + "\n",
         ]
         path.write_text("\n".join(parts), encoding="utf-8")
