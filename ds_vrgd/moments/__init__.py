@@ -4,4 +4,14 @@ from ds_vrgd.moments.layout import SUM_DTYPE, Layer, LayerTable, Ranks, Segment,
 from ds_vrgd.moments.replicated import ReplicatedMoments
 from ds_vrgd.moments.sharded import Route, ShardedMoments
 
-__all__ = ["SUM_DTYPE", "Layer", "LayerTable", "Ranks", "ReplicatedMoments", "Route", "Segment", "ShardLayout", "ShardedMoments"]
+__all__ = [
+    "SUM_DTYPE",
+    "Layer",
+    "LayerTable",
+    "Ranks",
+    "ReplicatedMoments",
+    "Route",
+    "Segment",
+    "ShardLayout",
+    "ShardedMoments",
+]

@@ -49,7 +49,9 @@ class ShardLayout:
     layers: tuple[Layer, ...]
     segments: tuple[Segment, ...]
     numel: int
-    _on_device: dict[torch.device, tuple[Tensor, Tensor, Tensor]] = field(default_factory=dict, repr=False, compare=False)
+    _on_device: dict[torch.device, tuple[Tensor, Tensor, Tensor]] = field(
+        default_factory=dict, repr=False, compare=False
+    )
 
     def __post_init__(self) -> None:
         end = 0
@@ -57,6 +59,8 @@ class ShardLayout:
             if segment.start < end or segment.numel <= 0 or not 0 <= segment.layer < len(self.layers):
                 raise ValueError(f"segment {segment} overlaps its neighbour or names no layer of this shard")
             end = segment.start + segment.numel
+        if len({segment.layer for segment in self.segments}) != len(self.segments):
+            raise ValueError("a layer has two segments in one shard")
         if end > self.numel:
             raise ValueError(f"segments end at {end}, behind the shard's {self.numel} elements")
 
@@ -87,7 +91,9 @@ class ShardLayout:
         """Layer of each segment, layer of each run, length of each run: on ``device``, made once."""
         if device not in self._on_device:
             of_segments = torch.tensor([s.layer for s in self.segments], dtype=torch.long, device=device)
-            layers, lengths = (torch.tensor(column, dtype=torch.long, device=device) for column in zip(*self._runs, strict=True))
+            layers, lengths = (
+                torch.tensor(column, dtype=torch.long, device=device) for column in zip(*self._runs, strict=True)
+            )
             self._on_device[device] = of_segments, layers, lengths
         return self._on_device[device]
 

@@ -36,6 +36,10 @@ class _Accumulator:
             self.chunks += 1
             self.pending = None
 
+    def restart(self) -> None:
+        """Forget everything, also what a backward pass that broke off has left."""
+        self.chunks, self.pending = 0, None
+
     def pad(self, chunks: int) -> None:
         """Count the micro-batches in which the parameter took no part: its gradient there is 0."""
         if self.chunks < chunks:
@@ -58,14 +62,21 @@ class ReplicatedMoments:
     def __init__(self, params: Sequence[Tensor], group: Any | None = None) -> None:
         self._params = list(params)
         self._group = group
+        self.ranks = 1 if group is None else torch.distributed.get_world_size(group)
         self._accumulators: dict[Tensor, _Accumulator] = {}
         self._flats: list[tuple[Tensor, Tensor]] = []
         self._merged = False
         self._chunks = 0
 
-    def _allocate(self) -> None:
+    def extend(self, params: Sequence[Tensor]) -> None:
+        """Observe more parameters, in the same order on all ranks; in the micro-batches so far their gradient was 0."""
+        self._params += params
+        if self._accumulators:
+            self._allocate(params)
+
+    def _allocate(self, observed: Sequence[Tensor]) -> None:
         buckets: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-        for param in self._params:
+        for param in observed:
             key = (param.device, torch.promote_types(param.dtype, torch.float32))
             buckets.setdefault(key, []).append(param)
         for (device, dtype), params in buckets.items():
@@ -79,13 +90,13 @@ class ReplicatedMoments:
     def add(self, param: Tensor, grad: Tensor) -> None:
         """Take one gradient of one parameter, before any reduction."""
         if not self._accumulators:
-            self._allocate()
+            self._allocate(self._params)
         self._accumulators[param].add(grad)
 
     def restart(self, param: Tensor) -> None:
         """Forget this window's chunks of one parameter (its gradient was thrown away unused)."""
         if param in self._accumulators:
-            self._accumulators[param].chunks = 0
+            self._accumulators[param].restart()
 
     def end_micro_batch(self) -> None:
         """Close the chunk that is open on this rank."""
@@ -93,37 +104,49 @@ class ReplicatedMoments:
             accumulator.close()
 
     def finish(self) -> int:
-        """Merge the ranks' moments, once a window; returns k. A collective where there is a group."""
+        """Merge the ranks' moments, once a window; returns k. A collective where there is a group.
+
+        Raises:
+            RuntimeError: on all ranks, where they observe different parameters or unequal numbers of micro-batches.
+        """
         if not self._merged:
+            if not self._accumulators:
+                self._allocate(self._params)
             self.end_micro_batch()
             local = max((a.chunks for a in self._accumulators.values()), default=0)
             for accumulator in self._accumulators.values():
                 accumulator.pad(local)
-            ranks = 1 if self._group is None else torch.distributed.get_world_size(self._group)
-            if ranks > 1:
+            if self.ranks > 1:
                 self._check_equal(local)
                 for mean, m2 in self._flats:
-                    self._merge_ranks(mean, m2, local, ranks)
-            self._chunks = local * ranks
+                    self._merge_ranks(mean, m2, local)
+            self._chunks = local * self.ranks
             self._merged = True
         return self._chunks
 
     def _check_equal(self, local: int) -> None:
-        """Raise on every rank where the ranks differ in their number of micro-batches."""
-        extremes = torch.tensor([local, -local], device=self._params[0].device)
+        """Raise on every rank where the ranks differ in their number of micro-batches, or in what they observe."""
+        numel = sum(param.numel() for param in self._params)
+        extremes = torch.tensor([local, -local, numel, -numel], device=self._params[0].device)
         torch.distributed.all_reduce(extremes, op=torch.distributed.ReduceOp.MAX, group=self._group)
-        most, least = extremes[0].item(), -extremes[1].item()
-        if most != least:
+        most, minus_least, largest, minus_smallest = extremes.tolist()
+        if most != -minus_least:
             raise RuntimeError(
-                f"the ranks differ in the micro-batches of this step: {least} on one, {most} on another. Give "
+                f"the ranks differ in the micro-batches of this step: {-minus_least} on one, {most} on another. Give "
                 "every rank the same number of backward passes between two calls of step()."
             )
+        if largest != -minus_smallest:
+            raise RuntimeError(
+                f"the ranks differ in the parameters that they optimize: {-minus_smallest} elements on one, "
+                f"{largest} on another. Give every rank's optimizer all parameters; torch's ZeroRedundancyOptimizer "
+                "does not, and DeepSpeed ZeRO takes its place."
+            )
 
-    def _merge_ranks(self, mean: Tensor, m2: Tensor, chunks: int, ranks: int) -> None:
+    def _merge_ranks(self, mean: Tensor, m2: Tensor, chunks: int) -> None:
         """Chan's formula for equally many chunks a rank: two sums of the whole model over the ranks."""
         local = mean.clone()
         torch.distributed.all_reduce(mean, group=self._group)
-        mean.div_(ranks)
+        mean.div_(self.ranks)
         local.sub_(mean)
         m2.addcmul_(local, local, value=chunks)
         torch.distributed.all_reduce(m2, group=self._group)
@@ -136,7 +159,6 @@ class ReplicatedMoments:
     def reset(self) -> None:
         """Begin the next window."""
         for accumulator in self._accumulators.values():
-            accumulator.chunks = 0
-            accumulator.pending = None
+            accumulator.restart()
         self._chunks = 0
         self._merged = False

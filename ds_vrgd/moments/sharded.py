@@ -103,7 +103,7 @@ class _Bucket:
                 blocks.append(_Block(source, 1, numel, starts[rank], numel))
                 source += numel
             return blocks
-        full, rest = divmod(route.numel, route.slot)
+        full, rest = divmod(route.numel, route.slot) if route.slot else (0, 0)
         stride = self.region[0]
         blocks = [_Block(0, full, route.slot, starts[0], stride)] if full else []
         if rest:
@@ -191,7 +191,9 @@ class ShardedMoments:
         for index, buffer in enumerate(spare):
             if buffer.numel() >= numel:
                 return spare.pop(index)
-        largest = max(max(b.numel, b.region[self._rank] * self._ranks) for b in self._buckets if b.dtype == bucket.dtype)
+        largest = max(
+            max(b.numel, b.region[self._rank] * self._ranks) for b in self._buckets if b.dtype == bucket.dtype
+        )
         return torch.zeros(largest, dtype=bucket.dtype, device=bucket.device)
 
     def _recycle(self, buffer: Tensor) -> None:
@@ -269,7 +271,7 @@ class ShardedMoments:
     def end_micro_batch(self) -> None:
         """Close the micro-batch: send what has not left yet, and merge everything."""
         if not self._buckets:
-            return
+            self._allocate()  # other ranks may have gradients to send
         while self._next < len(self._buckets):
             self._launch()
         while self._flights:
@@ -296,7 +298,9 @@ class ShardedMoments:
         return laid_out[0], laid_out[1]
 
     @staticmethod
-    def _lay_out(shard: Tensor, pieces: Sequence[tuple[_Piece, _Bucket]], of_bucket: Callable[[_Bucket], Tensor]) -> Tensor:
+    def _lay_out(
+        shard: Tensor, pieces: Sequence[tuple[_Piece, _Bucket]], of_bucket: Callable[[_Bucket], Tensor]
+    ) -> Tensor:
         parts, end = [], 0
         for piece, bucket in pieces:
             source = of_bucket(bucket)

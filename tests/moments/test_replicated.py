@@ -1,0 +1,248 @@
+"""Whole parameters on every rank, against sums over the stacked chunks in float64."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+from torch import Tensor
+
+from ds_vrgd.moments import ReplicatedMoments
+from tests.support.ranks import run_on_ranks
+
+
+def gradients(rank: int, micro_batch: int, window: int = 0) -> list[Tensor]:
+    """Of three parameters; the matrix comes transposed, the last is bf16."""
+    generator = torch.Generator().manual_seed(1000 * window + 100 * rank + micro_batch)
+    a = torch.randn(5, generator=generator)
+    b = torch.randn(4, 3, generator=generator).t()
+    return [a, b, torch.randn(7, generator=generator).bfloat16()]
+
+
+def make(group: object = None) -> tuple[list[Tensor], ReplicatedMoments]:
+    params = [torch.zeros(5), torch.zeros(3, 4), torch.zeros(7, dtype=torch.bfloat16)]
+    return params, ReplicatedMoments(params, group)
+
+
+def check(moments: ReplicatedMoments, param: Tensor, chunks: Sequence[Tensor]) -> None:
+    stacked = torch.stack([chunk.double().flatten() for chunk in chunks])
+    mean, m2 = moments.moments(param)
+    assert mean.dtype == m2.dtype == torch.float32
+    torch.testing.assert_close(mean.double(), stacked.mean(0), rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(m2.double(), ((stacked - stacked.mean(0)) ** 2).sum(0), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2, 5])
+def test_accumulation(micro_batches: int) -> None:
+    params, moments = make()
+    for window in (0, 1):  # the second must see nothing of the first
+        for micro_batch in range(micro_batches):
+            for param, grad in zip(params, gradients(0, micro_batch, window), strict=True):
+                moments.add(param, grad)
+                grad.fill_(torch.nan)  # autograd owns it again: it must have been copied
+            moments.end_micro_batch()
+        assert moments.finish() == micro_batches
+        for index, param in enumerate(params):
+            check(moments, param, [gradients(0, m, window)[index] for m in range(micro_batches)])
+        moments.reset()
+        assert moments.finish() == 0
+        moments.reset()
+
+
+def test_fp64_parameters_get_fp64_moments() -> None:
+    param = torch.zeros(3, dtype=torch.float64)
+    moments = ReplicatedMoments([param])
+    for value in (1.0, 1.0 + 1e-12):
+        moments.add(param, torch.full((3,), value, dtype=torch.float64))
+        moments.end_micro_batch()
+    assert moments.finish() == 2
+    assert moments.moments(param)[0][0].item() == pytest.approx(1.0 + 5e-13, abs=1e-16)
+    assert moments.moments(param)[1][0].item() == pytest.approx(5e-25, rel=1e-3)
+
+
+def test_two_gradients_in_one_micro_batch_are_one_chunk() -> None:
+    # a weight shared between reentrant checkpoint segments: 1 + 2 and 3 + 4 are two chunks, 3 and 7
+    param = torch.zeros(2)
+    moments = ReplicatedMoments([param])
+    for first, second in ((1.0, 2.0), (3.0, 4.0)):
+        moments.add(param, torch.full((2,), first))
+        moments.add(param, torch.full((2,), second))
+        moments.end_micro_batch()
+    assert moments.finish() == 2
+    check(moments, param, [torch.full((2,), 3.0), torch.full((2,), 7.0)])
+
+
+def test_two_bf16_gradients_are_summed_in_fp32() -> None:
+    # 256 + 1 is no bf16 number
+    param = torch.zeros(1, dtype=torch.bfloat16)
+    moments = ReplicatedMoments([param])
+    for value in (256.0, 1.0):
+        moments.add(param, torch.tensor([value], dtype=torch.bfloat16))
+    moments.end_micro_batch()
+    moments.finish()
+    assert moments.moments(param)[0].item() == 257.0
+
+
+@pytest.mark.parametrize("used_in", [{0}, {1}, {3}, {0, 2}, set()])
+def test_no_part_in_a_micro_batch_is_a_zero_gradient(used_in: set[int]) -> None:
+    params, moments = make()
+    for window in (0, 1):
+        for micro_batch in range(4):
+            for index, grad in enumerate(gradients(0, micro_batch, window)):
+                if index != 1 or micro_batch in used_in:
+                    moments.add(params[index], grad)
+            moments.end_micro_batch()
+        assert moments.finish() == 4
+        chunks = [gradients(0, m, window)[1] * (m in used_in) for m in range(4)]
+        check(moments, params[1], chunks)
+        moments.reset()
+
+
+def test_a_broken_off_window_leaves_nothing() -> None:
+    params, moments = make()
+    for param in params:
+        moments.add(param, torch.full_like(param, torch.inf))
+    moments.end_micro_batch()
+    moments.add(params[0], torch.full_like(params[0], torch.nan))
+    moments.reset()
+    for micro_batch in range(2):
+        for param, grad in zip(params, gradients(0, micro_batch), strict=True):
+            moments.add(param, grad)
+        moments.end_micro_batch()
+    assert moments.finish() == 2
+    for index, param in enumerate(params):
+        check(moments, param, [gradients(0, m)[index] for m in range(2)])
+
+
+def test_restart_forgets_one_parameter() -> None:
+    params, moments = make()
+    moments.restart(params[0])  # before anything was observed
+    for micro_batch in range(3):
+        for param, grad in zip(params, gradients(0, micro_batch), strict=True):
+            if param is params[0] and micro_batch == 1:
+                moments.restart(param)
+            moments.add(param, grad)
+        moments.end_micro_batch()
+    moments.finish()
+    check(moments, params[0], [torch.zeros(5), *(gradients(0, m)[0] for m in (1, 2))])
+    check(moments, params[1], [gradients(0, m)[1] for m in range(3)])
+
+
+def test_restart_in_an_open_micro_batch() -> None:
+    params, moments = make()
+    moments.add(params[0], torch.full((5,), torch.nan))
+    moments.restart(params[0])  # the backward pass broke off, and the next one begins
+    moments.add(params[0], torch.ones(5))
+    moments.end_micro_batch()
+    assert moments.finish() == 1
+    check(moments, params[0], [torch.ones(5)])
+
+
+@pytest.mark.parametrize("when", ["before the first gradient", "between windows", "inside a window"])
+def test_extend(when: str) -> None:
+    params, moments = make()
+    new = torch.zeros(2)
+    if when == "before the first gradient":
+        moments.extend([new])
+    chunks = []
+    for micro_batch in range(4):
+        if micro_batch == 2 and when != "before the first gradient":
+            if when == "between windows":
+                moments.finish()
+                moments.reset()
+                chunks.clear()
+            moments.extend([new])
+        for param, grad in zip(params, gradients(0, micro_batch), strict=True):
+            moments.add(param, grad)
+        chunks.append(torch.full((2,), float(micro_batch) * (micro_batch >= 2)))
+        if micro_batch >= 2:
+            moments.add(new, chunks[-1])
+        moments.end_micro_batch()
+    assert moments.finish() == len(chunks)
+    check(moments, new, chunks)
+
+
+# --- two ranks
+
+
+def merged(rank: int, world: int) -> None:
+    """Chunks of all ranks, and a parameter that one rank does not use at all, and another in one micro-batch only."""
+    params, moments = make(torch.distributed.group.WORLD)
+
+    def used(r: int, micro_batch: int, index: int) -> bool:
+        return not (index == 1 and r == 0) and not (index == 2 and r == 1 and micro_batch != 1)
+
+    for window in (0, 1):
+        for micro_batch in range(3):
+            for index, grad in enumerate(gradients(rank, micro_batch, window)):
+                if used(rank, micro_batch, index):
+                    moments.add(params[index], grad)
+            moments.end_micro_batch()
+        assert moments.finish() == 3 * world
+        assert moments.finish() == 3 * world  # once a window; a second merge would change the moments
+        for index, param in enumerate(params):
+            chunks = [gradients(r, m, window)[index] * used(r, m, index) for r in range(world) for m in range(3)]
+            check(moments, param, chunks)
+        moments.reset()
+
+
+def unequal_micro_batches(rank: int, world: int) -> None:
+    """Every rank says so, and nobody waits."""
+    params, moments = make(torch.distributed.group.WORLD)
+    for micro_batch in range(2 + rank):
+        moments.add(params[0], gradients(rank, micro_batch)[0])
+        moments.end_micro_batch()
+    with pytest.raises(RuntimeError, match="differ in the micro-batches of this step: 2 on one, 3 on another"):
+        moments.finish()
+
+
+def no_micro_batch_on_one_rank(rank: int, world: int) -> None:
+    params, moments = make(torch.distributed.group.WORLD)
+    if rank:
+        moments.add(params[0], gradients(rank, 0)[0])
+        moments.end_micro_batch()
+    with pytest.raises(RuntimeError, match="0 on one, 1 on another"):
+        moments.finish()
+
+
+def other_parameters(rank: int, world: int) -> None:
+    """As ZeroRedundancyOptimizer would have it: every rank optimizes a part."""
+    params, _ = make()
+    moments = ReplicatedMoments(params[rank:], torch.distributed.group.WORLD)
+    moments.add(params[1], gradients(rank, 0)[1])
+    moments.end_micro_batch()
+    with pytest.raises(RuntimeError, match="differ in the parameters that they optimize: 19 elements on one, 24 on"):
+        moments.finish()
+
+
+ON_RANKS: tuple[Callable[[int, int], None], ...] = (
+    merged,
+    unequal_micro_batches,
+    no_micro_batch_on_one_rank,
+    other_parameters,
+)
+
+
+def on_rank(rank: int, world: int) -> dict[str, str]:
+    """Tracebacks of the cases that failed."""
+    failures: dict[str, str] = {}
+    for function in ON_RANKS:
+        try:
+            function(rank, world)
+        except Exception:
+            failures[function.__name__] = traceback.format_exc()
+    return failures
+
+
+@pytest.fixture(scope="module")
+def failures() -> list[dict[str, str]]:
+    answers: list[dict[str, str]] = run_on_ranks(2, on_rank, 2)
+    return answers
+
+
+@pytest.mark.parametrize("name", [function.__name__ for function in ON_RANKS])
+def test_two_ranks(failures: list[dict[str, str]], name: str) -> None:
+    failed = [f"rank {rank}: {of_rank[name]}" for rank, of_rank in enumerate(failures) if name in of_rank]
+    assert not failed, "\n".join(failed)
