@@ -57,6 +57,9 @@ class Case:
         checkpointing: activation checkpointing of the model.
         zero_init: build the model under ``deepspeed.zero.Init``.
         entry: how the optimizer reaches the engine: json, instance, factory.
+        autocast: DeepSpeed's ``torch_autocast`` in bf16, with fp32 weights.
+        compiled: ``engine.compile()``, without code generation.
+        unmanaged: the accumulation boundary is where the program steps, not where DeepSpeed counts it.
     """
 
     optimizer: str
@@ -72,6 +75,9 @@ class Case:
     checkpointing: str | None = None
     zero_init: bool = False
     entry: str = "json"
+    autocast: bool = False
+    compiled: bool = False
+    unmanaged: bool = False
 
     def hyper(self) -> dict[str, Any]:
         return {**ARGUMENTS[self.optimizer], **self.arguments}
@@ -99,6 +105,11 @@ class Case:
             config["fp16"] = {"enabled": True, "initial_scale_power": self.loss_scale_power, "loss_scale_window": 1000}
         if self.accum_dtype:
             config["data_types"] = {"grad_accum_dtype": self.accum_dtype}
+        if self.autocast:
+            config["torch_autocast"] = {"enabled": True, "dtype": "bfloat16"}
+        if self.unmanaged:
+            config |= {"managed_gradient_accumulation": False, "gradient_accumulation_steps": 1}
+            config["train_batch_size"] = 4 * world
         if self.entry != "json":
             del config["optimizer"]
         return config
@@ -137,6 +148,8 @@ def build(case: Case, world: int, config: dict[str, Any] | None = None) -> Any:
     elif case.entry == "factory":
         arguments["optimizer"] = lambda params: OPTIMIZERS[case.optimizer](params, **case.hyper())
     engine, *_ = deepspeed.initialize(model=model, model_parameters=groups, config=config, **arguments)
+    if case.compiled:
+        engine.compile(backend="aot_eager")
     return engine
 
 
@@ -224,10 +237,15 @@ def run_case(case: Case, rank: int, world: int) -> Result | None:
         with whole_weights(engine) as weights:
             plain.load_state_dict(weights, strict=False)
         scale = getattr(engine.optimizer, "loss_scale", 1.0) if case.dtype == "fp16" else 1.0
-        chunks = chunk_gradients(plain, micro_batches, scale / case.accumulation) if rank == 0 else []
+        divisor = 1 if case.unmanaged else case.accumulation
+        with torch.autocast(engine.device.type, torch.bfloat16, enabled=case.autocast):
+            chunks = chunk_gradients(plain, micro_batches, scale / divisor) if rank == 0 else []
+        if case.unmanaged:  # nobody divides by the number of micro-batches: the step is their sum
+            chunks = [{name: grad * case.accumulation for name, grad in chunk.items()} for chunk in chunks]
         for index in range(case.accumulation):
             engine.backward(engine(micro_batches[index * world + rank]))
-            engine.step()
+            if not case.unmanaged or index == case.accumulation - 1:
+                engine.step()
         if step == 0:
             stats = ds_vrgd.gsnr_stats(engine) if _gsnr(engine) else None
         mean = None if given is None else given.collect()

@@ -88,6 +88,11 @@ def variants() -> Iterator[tuple[int, str, Case]]:
     for stage, entry in product((0, 1, 2, 3), ("instance", "factory")):
         case = replace(BASE, stage=stage, entry=entry)
         yield 2, identify(case, entry), case
+    for stage, way in product((0, 1, 2, 3), ("autocast", "compiled", "unmanaged")):
+        case = replace(BASE, stage=stage, **{way: True})
+        # Stage 3 gathers the weights of an autocast module in bf16, also where the module is tied to one that is not
+        # autocast: then the plain model's chunks are not the engine's. One rank gathers nothing.
+        yield 1 if (stage, way) == (3, "autocast") else 2, identify(case, way), case
     for stage, dtype, accum_dtype in ENGINES:
         case = replace(BASE, stage=stage, dtype=dtype, accum_dtype=accum_dtype, clip=0.05)
         yield 2, identify(case, "clipped"), case

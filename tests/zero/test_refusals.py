@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from types import SimpleNamespace
 from typing import Any
 
 import deepspeed
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 import ds_vrgd
+from ds_vrgd.zero import refusals
 from ds_vrgd.zero.versions import check_version
 from tests.support.model import make_model
 from tests.support.ranks import run_on_ranks
@@ -82,6 +84,8 @@ def attempt_all(rank: int) -> dict[str, str]:
             {"optimizer": {"type": name, "params": {"lr": 1e-3}}, "bf16": {"enabled": True}}
         )
     errors["type vrlamb"] = attempt({"optimizer": {"type": "vrlamb", "params": {"lr": 1e-3}}})
+    layers = [torch.nn.Linear(3, 3), torch.nn.Linear(3, 1)]
+    errors["pipeline"] = attempt({}, deepspeed.pipe.PipelineModule(layers=layers, num_stages=1))
     errors["unknown argument"] = attempt({"optimizer": {"type": "VRLAMB", "params": {"lr": 1e-3, "gama": 0.1}}})
     errors["bad argument"] = attempt({"optimizer": {"type": "VRLAMB", "params": {"lr": 1e-3, "gamma": 1.5}}})
     errors["class"] = attempt({"zero_optimization": {"stage": 3}}, optimizer=functools.partial(ds_vrgd.VRLAMB, lr=1e-3))
@@ -113,6 +117,30 @@ def test_sparse_embedding_is_refused_by_its_name(errors: dict[str, str]) -> None
 @pytest.mark.parametrize("name", ["VRLAMB", "VR-LAMB", "VR-SGD", "LAMB", "LARS"])
 def test_json_names_are_known_in_bf16_too(errors: dict[str, str], name: str) -> None:
     assert errors[f"type {name}"] == ""
+
+
+def test_pipeline_is_refused(errors: dict[str, str]) -> None:
+    assert "PipelineModule: pipeline parallelism is not supported yet" in errors["pipeline"]
+
+
+@pytest.mark.parametrize(
+    ("attribute", "value", "message"),
+    [
+        ("mp_world_size", 2, "a tensor-parallel group of 2 ranks"),
+        ("sequence_parallel_size", 2, "sequence_parallel_size=2"),
+        ("has_moe_layers", True, "MoE layers"),
+    ],
+)
+def test_other_parallelism_is_refused(
+    monkeypatch: pytest.MonkeyPatch, attribute: str, value: object, message: str
+) -> None:
+    """These engines need more ranks or a model of their own: the engine's answer stands in for them."""
+    engine = SimpleNamespace(**{attribute: value})
+    only = [check for check in refusals.REFUSALS if attribute in check.__code__.co_names]
+    assert len(only) == 1
+    monkeypatch.setattr(refusals, "REFUSALS", only)
+    with pytest.raises(ValueError, match=message):
+        refusals.refuse_inexact(engine, "VRLAMB")
 
 
 def test_factory_is_accepted(errors: dict[str, str]) -> None:
