@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -26,7 +26,7 @@ class Case:
     """How the same gradients reach the moments.
 
     Attributes:
-        cut: "runs" (stages 1 and 2: one flat buffer, equal shards) or "slots" (stage 3: every parameter cut in equal slots).
+        cut: "runs" (stages 1 and 2: one flat buffer, equal shards) or "slots" (stage 3: each parameter in equal slots).
         bucket: elements of a bucket.
         shuffled: gradients arrive in another order on every rank, and in every micro-batch.
         dtypes: of the parameters, in turn.
@@ -71,9 +71,7 @@ class Model:
     params: list[Tensor]
     routes: list[Route]
     shards: list[Tensor]
-    places: list[list[tuple[int, int]]] = field(
-        default_factory=list
-    )  # of each parameter's elements: (rank, index in shard)
+    places: list[list[tuple[int, int]]]  # of each parameter's elements: (rank, index in shard)
 
 
 def flat_cut(params: Sequence[Tensor], rank: int, world: int) -> Model:
@@ -188,11 +186,8 @@ def plain_window(case: Case, rank: int, world: int) -> None:
 def routing_changes_no_bit(case: Case, rank: int, world: int) -> None:
     """Bucket size and order of arrival change no bit."""
     found = []
-    for variant in (
-        Case(case.cut),
-        Case(case.cut, bucket=1, shuffled=True),
-        Case(case.cut, bucket=10_000, in_flight=1),
-    ):
+    variants = Case(case.cut), Case(case.cut, bucket=1, shuffled=True), Case(case.cut, bucket=10_000, in_flight=1)
+    for variant in variants:
         model, moments = make(variant, rank, world)
         observe(variant, model, moments, rank, 0)
         found.append(moments.moments(model.shards[0]))
