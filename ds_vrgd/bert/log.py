@@ -98,6 +98,8 @@ def plot(output: Path) -> Path:
     ratio = axes[2].twinx()
     line(ratio, with_gsnr, [row["gsnr"]["mean_ratio"] for row in with_gsnr], label="mean GSNR", color="black")
     ratio.set_ylabel("mean raw GSNR")
+    if with_gsnr:  # spans orders of magnitude
+        ratio.set_yscale("log")
     axes[2].set_xlabel("update")
     axes[0].legend()
     if with_gsnr:
