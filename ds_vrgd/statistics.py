@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from ds_vrgd import gsnr
-from ds_vrgd.optim import LayerStatistics, VROptimizer
+from ds_vrgd.optim import LayerStatistics, VROptimizer, arguments
 
 
 @dataclass(frozen=True)
@@ -56,7 +58,8 @@ def _measured(engine_or_optimizer: Any) -> list[LayerStatistics]:
     measured = list(optimizer.layer_statistics)
     if not measured:
         raise RuntimeError(
-            f"{type(optimizer).__name__} has measured no GSNR: either it has not stepped yet, or gamma=1.0 turns GSNR off"
+            f"{type(optimizer).__name__} has measured no GSNR: either it has not stepped yet, or gamma=1.0 turns GSNR "
+            "off"
         )
     return measured
 
@@ -74,7 +77,8 @@ def gsnr_stats(engine_or_optimizer: Any) -> GSNRStatistics:
     layers: dict[str, LayerGSNR] = {}
     measured = _measured(engine_or_optimizer)
     for part in measured:
-        assert part.clamped_low is not None and part.clamped_high is not None
+        assert part.clamped_low is not None
+        assert part.clamped_high is not None
         rows = zip(part.mean_ratio.tolist(), part.clamped_low.tolist(), part.clamped_high.tolist(), strict=True)
         layers |= {name: LayerGSNR(*row) for name, row in zip(part.table.names, rows, strict=True)}
     return GSNRStatistics(measured[-1].k, layers)
@@ -83,7 +87,8 @@ def gsnr_stats(engine_or_optimizer: Any) -> GSNRStatistics:
 def noise_scale(engine_or_optimizer: Any, chunk_size: float | None = None) -> float:
     """Simple gradient noise scale of the last step, in samples (McCandlish et al. 2018); the same on all ranks.
 
-    One step's estimate is itself noisy: average numerator and denominator over steps before trusting it.
+    Over all layers whose gamma is below 1. One step's estimate is itself noisy, and is infinite or negative where
+    the mean is lost in the noise: its median over some steps says more.
 
     Args:
         engine_or_optimizer: a DeepSpeed engine, or one of our optimizers, or what wraps it.
@@ -91,15 +96,18 @@ def noise_scale(engine_or_optimizer: Any, chunk_size: float | None = None) -> fl
 
     Raises:
         TypeError: there is no optimizer of ours inside.
-        ValueError: the size of a chunk is not known.
+        ValueError: the size of a chunk is not known, or not positive.
         RuntimeError: nothing was measured yet, or ``gamma=1``.
     """
     if chunk_size is None:
         micro_batch = getattr(engine_or_optimizer, "train_micro_batch_size_per_gpu", None)
         if micro_batch is None:
-            raise ValueError("chunk_size=None: give the samples of one micro-batch, or a DeepSpeed engine, which knows them")
+            raise ValueError(
+                "chunk_size=None: give the samples of one micro-batch, or a DeepSpeed engine, which knows them"
+            )
         chunk_size = micro_batch()
+    arguments.above("chunk_size", chunk_size, 0.0)
     measured = _measured(engine_or_optimizer)
-    square = sum(part.square.sum() for part in measured)
-    variance = sum(part.variance.sum() for part in measured)
+    square = torch.stack([part.square.sum() for part in measured]).sum()
+    variance = torch.stack([part.variance.sum() for part in measured]).sum()
     return float(gsnr.noise_scale(square, variance, measured[-1].k, chunk_size))

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, ClassVar
 
 from torch.optim.adam import adam
 from torch.optim.adamw import adamw
@@ -33,7 +33,7 @@ class VRAdam(VROptimizer):
 
     counts_steps = True
     averages_ratio = True
-    _base_step = staticmethod(adam)
+    _base_step: ClassVar[Callable[..., None]] = staticmethod(adam)
 
     def __init__(
         self,
@@ -52,7 +52,7 @@ class VRAdam(VROptimizer):
             params,
             {
                 "lr": lr,
-                "betas": tuple(betas) if isinstance(betas, list) else betas,
+                "betas": betas,
                 "beta3": beta3,
                 "eps": eps,
                 "weight_decay": weight_decay,
@@ -93,5 +93,7 @@ class VRAdamW(VRAdam):
 
     _base_step = staticmethod(adamw)
 
-    def __init__(self, params: Iterable[Any], lr: float = 1e-3, *, weight_decay: float = 0.01, **arguments: Any) -> None:
+    def __init__(
+        self, params: Iterable[Any], lr: float = 1e-3, *, weight_decay: float = 0.01, **arguments: Any
+    ) -> None:
         super().__init__(params, lr, weight_decay=weight_decay, **arguments)

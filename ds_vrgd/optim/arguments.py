@@ -102,5 +102,6 @@ def refuse_gsnr(optimizer: str, given: Mapping[str, Any]) -> None:
     for name in ("gamma", "gsnr_eps", "beta3"):
         if name in given:
             raise ValueError(
-                f"{optimizer} has no argument {name}={given[name]!r}, for it does no variance reduction; VR{optimizer} does"
+                f"{optimizer} has no argument {name}={given[name]!r}, for it does no variance reduction; "
+                f"VR{optimizer} does"
             )

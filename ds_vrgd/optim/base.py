@@ -19,8 +19,8 @@ from ds_vrgd.optim.plain import PlainObserver
 
 FEW_CHUNKS = 8
 
-# Cosine between the mean of the chunks and the gradient that step() is handed. Clipping leaves it at 1 and rounding to bf16
-# above 0.999; a model that no engine and no DDP reduces has about 1/sqrt(ranks) where noise dominates.
+# Cosine between the mean of the chunks and the gradient that step() is handed. Clipping leaves it at 1 and rounding to
+# bf16 above 0.999; a model that no engine and no DDP reduces has about 1/sqrt(ranks) where noise dominates.
 SAME_DIRECTION = 0.9
 
 _allocating = False
@@ -106,8 +106,8 @@ class LayerStatistics:
         table: names and sizes of the layers.
         k: number of chunks.
         mean_ratio: mean of the raw ratio.
-        square: sum of the squared mean gradient, in the squared units of the gradients that autograd handed out (times the
-            loss scale, divided by the accumulation steps).
+        square: sum of the squared mean gradient, in the squared units of the gradients that autograd handed out (times
+            the loss scale, divided by the accumulation steps).
         variance: sum of the 1/k variance, in the same units.
         clamped_low, clamped_high: fraction of the elements whose ratio was raised to gamma, lowered to 1.
     """
@@ -141,6 +141,8 @@ class VROptimizer(torch.optim.Optimizer):
     counts_steps: ClassVar[bool] = False
     #: Whether the ratio is averaged over the steps (``exp_avg_gsnr``) before it scales the gradient.
     averages_ratio: ClassVar[bool] = False
+    #: False for the optimizers that never reduce variance: gamma is 1 in all their groups.
+    reduces_variance: ClassVar[bool] = True
 
     def __init__(self, params: Iterable[Any], defaults: dict[str, Any], unknown: dict[str, Any]) -> None:
         arguments.check(type(self).__name__, defaults, defaults | unknown)
@@ -163,9 +165,13 @@ class VROptimizer(torch.optim.Optimizer):
             self._observer.detach()
         self._observer = observer
         self._tables.clear()
+        self._verified.clear()
+        self._statistics_window = -1
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As in torch, with the group's own arguments checked; keys that are no argument are left alone."""
+        if not self.reduces_variance and param_group.get("gamma", 1.0) != 1.0:
+            arguments.refuse_gsnr(type(self).__name__, param_group)
         known = {name: value for name, value in param_group.items() if name in self.defaults}
         arguments.check(type(self).__name__, self.defaults, known)
         super().add_param_group(param_group)
@@ -184,12 +190,15 @@ class VROptimizer(torch.optim.Optimizer):
         for group in self.param_groups:
             for name, value in self.defaults.items():
                 group.setdefault(name, value)
+            if not self.reduces_variance:
+                group["gamma"] = 1.0  # the checkpoint may come from an optimizer that does
         if not hasattr(self, "_observer"):
             self._init_observation()
-            self.observe(PlainObserver(self.param_groups))
+        if self._observer is None or isinstance(self._observer, PlainObserver):
+            self.observe(PlainObserver(self.param_groups))  # the restored groups may differ in gamma
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> None:
+    def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
         """Update the parameters once.
 
         Args:
@@ -249,6 +258,7 @@ class VROptimizer(torch.optim.Optimizer):
         """Replace each gradient by ``ghat`` (equations 2 and 7 to 10)."""
         k = self._chunks()
         table = self.table(shards)
+        verified = table in self._verified
         raws: list[Tensor] = []
         sums: list[Tensor] = []
         square: list[Tensor] = []
@@ -257,14 +267,20 @@ class VROptimizer(torch.optim.Optimizer):
         handed = [shard.grad for shard in shards]
         for shard, layout in zip(shards, table.layouts, strict=True):
             mean, m2 = self.observer.moments(shard.tensor)
-            means.append(mean)
+            if not verified:
+                means.append(mean)
             raws.append(gsnr.raw_ratio(mean, m2, k, shard.group["gsnr_eps"]))
             sums.append(layout.sums(raws[-1], 1))
             square.append(layout.sums(mean, 2))
             variance.append(layout.sums(m2, 1) / k)
             shard.grad = self.observer.gradient(shard.tensor, mean)
-        self._verify(table, handed, means)
-        raw_sum, square_sum, variance_sum = self.sum_over_ranks([torch.cat(column) for column in (sums, square, variance)])
+        if not verified:
+            self._verify(table, handed, means)
+            self._verified.add(table)
+            means.clear()
+        raw_sum, square_sum, variance_sum = self.sum_over_ranks(
+            [torch.cat(column) for column in (sums, square, variance)]
+        )
         layer_mean = raw_sum / table.numels
         low, high = [], []
         for shard, layout, raw, mean in zip(shards, table.layouts, raws, table.split(layer_mean), strict=True):
@@ -283,9 +299,6 @@ class VROptimizer(torch.optim.Optimizer):
 
     def _verify(self, table: LayerTable, handed: Sequence[Tensor], means: Sequence[Tensor]) -> None:
         """Once for each call of a step: is the gradient that was handed over the mean of the observed chunks?"""
-        if table in self._verified:
-            return
-        self._verified.add(table)
         sums = [torch.zeros(3, dtype=SUM_DTYPE, device=handed[0].device)]
         for layout, given, mean in zip(table.layouts, handed, means, strict=True):
             for segment in layout.segments:
@@ -296,26 +309,26 @@ class VROptimizer(torch.optim.Optimizer):
         norms = math.sqrt(given_square * mean_square)
         if norms > 0 and product < SAME_DIRECTION * norms:
             raise RuntimeError(
-                f"the gradient handed to step() is not the mean of the chunks that were observed (cosine {product / norms:.3f}). "
-                "Under torch.distributed the model must be wrapped in DistributedDataParallel or a DeepSpeed engine, and every "
-                "backward pass must accumulate into .grad."
+                f"the gradient handed to step() is not the mean of the chunks that were observed (cosine "
+                f"{product / norms:.3f}). Under torch.distributed the model must be wrapped in DistributedDataParallel "
+                "or a DeepSpeed engine, and every backward pass must accumulate into .grad."
             )
 
     def _chunks(self) -> int:
-        """k of this window, checked."""
+        """The k of this window, checked."""
         k = self.observer.finish()
         if k < 2:
             raise RuntimeError(
-                f"{type(self).__name__} saw k = {k} chunk gradients since the last step, and needs at least 2 for a variance "
-                "(a chunk is one micro-batch on one data-parallel rank). Use more ranks or accumulate more micro-batches "
-                "before step(), or set gamma=1.0 for the base optimizer."
+                f"{type(self).__name__} saw k = {k} chunk gradients since the last step, and needs at least 2 for a "
+                "variance (a chunk is one micro-batch on one data-parallel rank). Use more ranks or accumulate more "
+                "micro-batches before step(), or set gamma=1.0 for the base optimizer."
             )
         if k < FEW_CHUNKS and not self._warned_few_chunks:
             self._warned_few_chunks = True
             warnings.warn(
-                f"{type(self).__name__} estimates the GSNR from only k = {k} chunks; the paper found k in [32, 256] best. More "
-                "accumulation steps at a smaller micro-batch raise k at the same batch size.",
-                stacklevel=5,
+                f"{type(self).__name__} estimates the GSNR from only k = {k} chunks; the paper found k in [32, 256] "
+                "best. More accumulation steps at a smaller micro-batch raise k at the same batch size.",
+                stacklevel=6,
             )
         return k
 
@@ -325,12 +338,13 @@ class VROptimizer(torch.optim.Optimizer):
         An average that begins late (a checkpoint of the base optimizer brought ``step`` but no average) begins as if
         every earlier ratio had equalled the first, which keeps its debiasing exact.
         """
-        beta3 = shard.group["beta3"]
+        beta3: float = shard.group["beta3"]
         steps = int(shard.state["step"]) + 1
         if "exp_avg_gsnr" not in shard.state:
             shard.state["exp_avg_gsnr"] = (ratio * (1.0 - beta3 ** (steps - 1))).to(shard.tensor.dtype)
         average = shard.state["exp_avg_gsnr"].mul_(beta3).add_(ratio, alpha=1.0 - beta3)
-        return average / (1.0 - beta3**steps)
+        debiased: Tensor = average / (1.0 - beta3**steps)
+        return debiased
 
     # -- sums over whole layers ---------------------------------------------------------------------------------------
 
@@ -343,7 +357,7 @@ class VROptimizer(torch.optim.Optimizer):
         return self._tables[key]
 
     def sum_over_ranks(self, columns: Sequence[Tensor]) -> list[Tensor]:
-        """``columns`` summed over the ranks that share layers, in one all-reduce with the counts that wait for a ride."""
+        """``columns`` summed over the ranks that share layers, in one all-reduce with the counts that wait."""
         totals = self.observer.ranks.sum([*columns, *self._counts])
         if self._counts:
             self._statistics[-1].count(*totals[-2:])

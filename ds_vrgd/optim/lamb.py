@@ -16,9 +16,9 @@ from ds_vrgd.optim.trust import over_shard, trust_ratio
 class VRLAMB(VROptimizer):
     """LAMB whose two moments both take ``ghat = phat * gbar``, with phat the debiased running mean of r.
 
-    ``u = mhat / (sqrt(vhat) + eps) + weight_decay * w``; ``w -= lr * |w| / |u| * u``, both norms over the whole layer, and
-    their ratio 1 where either is 0. The order of averaging and scaling is our reading of the VRGD paper's section 4.2; its
-    appendix D, which holds the algorithm, is not available.
+    ``u = mhat / (sqrt(vhat) + eps) + weight_decay * w``; ``w -= lr * |w| / |u| * u``, both norms over the whole layer,
+    and their ratio 1 where either is 0. The order of averaging and scaling is our reading of the VRGD paper's section
+    4.2; its appendix D, which holds the algorithm, is not available.
 
     Args:
         params: parameters, or param groups that may override every argument.
@@ -111,7 +111,8 @@ class VRLAMB(VROptimizer):
         if group["bias_correction"]:
             steps = int(state["step"])
             mean, square = mean / (1.0 - beta1**steps), square / (1.0 - beta2**steps)
-        return (mean / (square.sqrt().add_(group["eps"]))).add_(shard.tensor, alpha=group["weight_decay"])
+        update: Tensor = mean / square.sqrt().add_(group["eps"])
+        return update.add_(shard.tensor, alpha=group["weight_decay"])
 
 
 class LAMB(VRLAMB):
@@ -119,6 +120,8 @@ class LAMB(VRLAMB):
 
     Takes the arguments of :class:`VRLAMB` but ``beta3``, ``gamma`` and ``gsnr_eps``.
     """
+
+    reduces_variance = False
 
     def __init__(self, params: Iterable[Any], lr: float = 1e-3, **arguments: Any) -> None:
         refuse_gsnr(type(self).__name__, arguments)

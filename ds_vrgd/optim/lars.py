@@ -13,9 +13,10 @@ from ds_vrgd.optim.trust import over_shard, trust_ratio
 class VRLARS(VROptimizer):
     """LARS on ``g = r * gbar``.
 
-    ``ratio = trust_coefficient * |w| / (|g| + weight_decay * |w| + eps)``, norms over the whole layer, and 1 where ``|w|`` or
-    ``|g|`` is 0; ``d = ratio * (g + weight_decay * w)`` feeds the momentum buffer, and the learning rate scales what comes out
-    of it (as in ``torch.optim.SGD``; LARS' paper scales what goes in, which is the same at a constant rate).
+    ``ratio = trust_coefficient * |w| / (|g| + weight_decay * |w| + eps)``, norms over the whole layer, and 1 where
+    ``|w|`` or ``|g|`` is 0; ``d = ratio * (g + weight_decay * w)`` feeds the momentum buffer, and the learning rate
+    scales what comes out of it (as in ``torch.optim.SGD``; LARS' paper scales what goes in, which is the same at a
+    constant rate).
 
     Args:
         params: parameters, or param groups that may override every argument.
@@ -33,7 +34,8 @@ class VRLARS(VROptimizer):
     Raises:
         ValueError: an argument out of its range.
 
-    Source: You, Gitman, Ginsburg 2017, "Large Batch Training of Convolutional Networks", algorithm 1; the VRGD paper, section 4.
+    Source: You, Gitman, Ginsburg 2017, "Large Batch Training of Convolutional Networks", algorithm 1; the VRGD paper,
+    section 4.
     """
 
     def __init__(
@@ -81,7 +83,9 @@ class VRLARS(VROptimizer):
             group = shard.group
             denominator = g + group["weight_decay"] * w + group["eps"]
             ratio = trust_ratio(group["trust_coefficient"] * w, denominator, (w > 0) & (g > 0), group)
-            step = shard.grad.add(shard.tensor, alpha=group["weight_decay"]).mul_(over_shard(layout, ratio, shard.tensor))
+            step = shard.grad.add(shard.tensor, alpha=group["weight_decay"]).mul_(
+                over_shard(layout, ratio, shard.tensor)
+            )
             buffer = shard.state["momentum_buffer"].mul_(group["momentum"]).add_(step)
             if group["nesterov"]:
                 buffer = step.add_(buffer, alpha=group["momentum"])
@@ -93,6 +97,8 @@ class LARS(VRLARS):
 
     Takes the arguments of :class:`VRLARS` but ``gamma`` and ``gsnr_eps``.
     """
+
+    reduces_variance = False
 
     def __init__(self, params: Iterable[Any], lr: float = 1e-3, **arguments: Any) -> None:
         refuse_gsnr(type(self).__name__, arguments)

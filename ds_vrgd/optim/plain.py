@@ -11,10 +11,18 @@ from torch import Tensor
 
 from ds_vrgd.moments import SUM_DTYPE, Ranks, ReplicatedMoments, ShardLayout
 
+# Relative difference of the ranks' gradients, in sums, that is taken for none: DDP leaves the same bits on all of them.
+SAME_GRADIENT = 1e-6
+
+
 class PlainObserver:
     """Hooks on the parameters themselves; a micro-batch ends with its backward pass.
 
     With ``torch.distributed`` initialised, all its ranks are data-parallel replicas, as under DDP.
+
+    Chunks are forgotten with the gradients that they made up: by ``step()``, by ``optimizer.zero_grad()``, and where
+    ``.grad`` is None. One of these must follow a step that a loss scaler skips; ``model.zero_grad(set_to_none=False)``
+    cannot be seen from here.
 
     Args:
         param_groups: of the optimizer; groups with ``gamma=1`` are not observed.
@@ -28,20 +36,24 @@ class PlainObserver:
         self._observed: list[Tensor] = []
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
         self._moments: ReplicatedMoments | None = None
-        self._open = False
+        self._backward = -1
+        self._ranks_agree = False
         for group in param_groups:
             self.watch(group)
 
     def watch(self, group: dict[str, Any]) -> None:
-        """Observe the parameters of one more param group."""
+        """Observe the parameters of one more param group, but the frozen ones."""
         names = group.get("param_names")
         for index, param in enumerate(group["params"]):
             _refuse_dtensor(param)
             name = names[index] if names else f"param_{len(self._layouts)}"
             self._layouts[param] = ShardLayout.whole(name, param.numel())
-            if group["gamma"] < 1.0 and param.requires_grad:
-                self._observed.append(param)
-                self._handles.append(param.register_hook(_Hook(self, param)))
+        if group["gamma"] < 1.0:
+            trained = [param for param in group["params"] if param.requires_grad]
+            self._observed += trained
+            self._handles += [param.register_hook(_Hook(self, param)) for param in trained]
+            if self._moments is not None:
+                self._moments.extend(trained)
 
     def detach(self) -> None:
         """Take the hooks away."""
@@ -49,37 +61,89 @@ class PlainObserver:
             handle.remove()
         self._handles.clear()
 
-    def on_gradient(self, param: Tensor, grad: Tensor) -> None:
-        """Take one micro-batch's gradient of one parameter, before any reduction."""
+    def _window(self) -> ReplicatedMoments:
+        """The moments of the window that is open."""
         if self._moments is None:
             spread = torch.distributed.is_available() and torch.distributed.is_initialized()
             self._moments = ReplicatedMoments(self._observed, torch.distributed.group.WORLD if spread else None)
-        if not self._open:
-            self._open = True
-            torch.autograd.Variable._execution_engine.queue_callback(self._end_micro_batch)  # type: ignore[attr-defined]
-        if param.grad is None:
-            self._moments.restart(param)
-        self._moments.add(param, grad)
+        return self._moments
 
-    def _end_micro_batch(self) -> None:
-        self._open = False
-        if self._moments is not None:
-            self._moments.end_micro_batch()
+    def on_gradient(self, param: Tensor, grad: Tensor) -> None:
+        """Take one micro-batch's gradient of one parameter, before any reduction."""
+        if grad.layout is not torch.strided:
+            raise ValueError("sparse gradients are not supported: build the embedding with sparse=False")
+        moments = self._window()
+        if param.grad is None:
+            moments.restart(param)
+        self._expect_end()
+        moments.add(param, grad)
+
+    def _expect_end(self) -> None:
+        """Have the backward pass that is running call back at its end."""
+        backward = torch._C._current_graph_task_id()
+        if self._backward != backward:
+            self._backward = backward
+            torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+
+    def _end_backward(self) -> None:
+        """A backward pass is over; the micro-batch is, too, unless the pass ran inside another one."""
+        outer = torch._C._current_autograd_node()
+        if outer is None:
+            self._window().end_micro_batch()
+            return
+        # A reentrant checkpoint ran it. The outer pass goes on where that one's node hands its gradient to.
+        for node, _ in outer.next_functions:
+            if node is not None:
+                node.register_prehook(lambda grads: self._expect_end())
 
     def layout(self, tensor: Tensor) -> ShardLayout:
         """The whole tensor as one layer."""
         return self._layouts[tensor]
 
     def finish(self) -> int:
-        """Merge the ranks' moments; a collective under DDP."""
-        if self._moments is None:
+        """Merge the ranks' moments; a collective under DDP.
+
+        Raises:
+            RuntimeError: on all ranks, where they differ in their parameters, chunks or gradients.
+        """
+        if not self._observed:
             return 0
-        return self._moments.finish()
+        moments = self._window()
+        for param in self._observed:
+            if param.grad is None:
+                moments.restart(param)
+        k = moments.finish()
+        if moments.ranks > 1 and not self._ranks_agree:
+            self._check_gradients()
+            self._ranks_agree = True
+        return k
+
+    def _check_gradients(self) -> None:
+        """Once: do the ranks hold the same gradient?"""
+        grads = [param.grad.flatten() for param in self._observed if param.grad is not None]
+        sums = torch.stack([grad.sum(dtype=SUM_DTYPE) for grad in grads]).sum()
+        size = torch.stack([torch.linalg.vector_norm(grad, 1, dtype=SUM_DTYPE) for grad in grads]).sum()
+        extremes = torch.stack([sums, -sums, size]).nan_to_num_()
+        torch.distributed.all_reduce(extremes, op=torch.distributed.ReduceOp.MAX)
+        largest, minus_smallest, most = extremes.tolist()
+        if largest + minus_smallest > SAME_GRADIENT * most:
+            raise RuntimeError(
+                "the ranks hold different gradients, so what step() is handed is not the mean of the chunks. Under "
+                "torch.distributed the model must be wrapped in DistributedDataParallel or a DeepSpeed engine."
+            )
 
     def moments(self, tensor: Tensor) -> tuple[Tensor, Tensor]:
-        """``mean`` and ``m2`` over all chunks of the window, flat."""
-        assert self._moments is not None
-        return self._moments.moments(tensor)
+        """``mean`` and ``m2`` over all chunks of the window, flat.
+
+        Raises:
+            RuntimeError: the parameter was frozen when the optimizer was given it.
+        """
+        if not any(tensor is param for param in self._observed):
+            raise RuntimeError(
+                f"'{self._layouts[tensor].layers[0].name}' was frozen when the optimizer was given it, so its chunks "
+                "were not observed: unfreeze parameters before you make the optimizer, or before add_param_group()."
+            )
+        return self._window().moments(tensor)
 
     def gradient(self, tensor: Tensor, mean: Tensor) -> Tensor:
         """What is in ``.grad``: the caller may have scaled or clipped it, and only the caller knows how."""
@@ -93,14 +157,15 @@ class PlainObserver:
     def after_step(self) -> None:
         """The window ends with the step."""
         self.window += 1
-        self._open = False
         if self._moments is not None:
             self._moments.reset()
 
 
 def norm_of_gradients(tensors: Sequence[Tensor]) -> Tensor:
     """2-norm over the gradients of ``tensors``, each of them whole."""
-    return torch.stack([tensor.grad.to(SUM_DTYPE).norm() for tensor in tensors if tensor.grad is not None]).norm()
+    norms = [torch.linalg.vector_norm(tensor.grad, dtype=SUM_DTYPE) for tensor in tensors if tensor.grad is not None]
+    norm: Tensor = torch.linalg.vector_norm(torch.stack(norms))
+    return norm
 
 
 class _Hook:
@@ -122,6 +187,6 @@ def _refuse_dtensor(param: Tensor) -> None:
 
         if isinstance(param, DTensor):
             raise ValueError(
-                "parameters that are DTensors (FSDP2, tensor parallelism) are not supported: their whole-layer sums would be "
-                "silently local. Use DistributedDataParallel, or DeepSpeed ZeRO stage 0 to 3."
+                "parameters that are DTensors (FSDP2, tensor parallelism) are not supported: their whole-layer sums "
+                "would be silently local. Use DistributedDataParallel, or DeepSpeed ZeRO stage 0 to 3."
             )

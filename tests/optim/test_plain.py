@@ -1,0 +1,524 @@
+"""Plain PyTorch, one process and DDP: micro-batches are the chunks, and the dense reference has the right weights."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+import warnings
+import weakref
+from collections.abc import Iterator
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+import ds_vrgd
+from ds_vrgd.optim import OPTIMIZERS, VRLAMB, VRSGD, VRAdam, VRAdamW, VROptimizer
+from tests.reference import DenseOptimizer, gsnr_ratio
+from tests.support.model import TinyLM, batches, make_model, param_groups
+from tests.support.ranks import run_on_ranks
+
+# Rates at which five steps move the weights visibly, and options away from their defaults.
+ARGUMENTS: dict[str, dict[str, Any]] = {
+    "VRSGD": {"lr": 0.5, "weight_decay": 0.01},
+    "VRMomentum": {"lr": 0.2, "weight_decay": 0.01, "nesterov": True},
+    "VRAdam": {"lr": 5e-3, "weight_decay": 0.01},
+    "VRAdamW": {"lr": 5e-3, "weight_decay": 0.1},
+    "VRLARS": {"lr": 1.0, "weight_decay": 0.01, "trust_coefficient": 0.02},
+    "VRLAMB": {"lr": 5e-3, "weight_decay": 0.1},
+    "LARS": {"lr": 1.0, "weight_decay": 0.01, "trust_coefficient": 0.02},
+    "LAMB": {"lr": 5e-3, "weight_decay": 0.1},
+}
+STEPS, CHUNKS = 5, 4
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*estimates the GSNR from only k:UserWarning")
+
+
+def gradients(model: nn.Module, scale: float = 1.0) -> dict[str, Tensor]:
+    return {n: p.grad.double() * scale for n, p in model.named_parameters() if p.grad is not None}
+
+
+def chunks_of(model: TinyLM, micro_batches: list[Tensor]) -> list[dict[str, Tensor]]:
+    """One backward pass a chunk through a copy that nothing observes."""
+    plain = make_model()
+    plain.load_state_dict(model.state_dict())
+    found = []
+    for tokens in micro_batches:
+        plain.zero_grad()
+        plain(tokens).backward()
+        found.append(gradients(plain))
+    return found
+
+
+def reference_for(name: str, model: nn.Module, groups: list[dict[str, Any]], **hyper: Any) -> DenseOptimizer:
+    """The reference on the parameters of ``groups``, under their names in ``model``."""
+    names = {param: n for n, param in model.named_parameters()}
+    named = [{**group, "params": [names[param] for param in group["params"]]} for group in groups]
+    wanted = {n for group in named for n in group["params"]}
+    return DenseOptimizer(name, {n: p for n, p in model.named_parameters() if n in wanted}, named, **hyper)
+
+
+def error(model: nn.Module, reference: DenseOptimizer) -> float:
+    """|theta - theta_ref| / |theta_ref| over what the reference holds."""
+    params = dict(model.named_parameters())
+    wrong = torch.cat([(params[n].detach().double() - w).flatten() for n, w in reference.params.items()])
+    return float(wrong.norm() / torch.cat([w.flatten() for w in reference.params.values()]).norm())
+
+
+def window(model: nn.Module, micro_batches: list[Tensor]) -> None:
+    for tokens in micro_batches:
+        (model(tokens) / len(micro_batches)).backward()
+
+
+def train(
+    model: TinyLM, optimizer: VROptimizer, reference: DenseOptimizer, steps: range = range(STEPS), clip: float = 0.0
+) -> None:
+    for step in steps:
+        micro_batches = batches(step, CHUNKS)
+        reference.step(chunks_of(model, micro_batches), clip=clip)
+        window(model, micro_batches)
+        if clip:
+            nn.utils.clip_grad_norm_(model.parameters(), clip)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_five_steps_follow_the_reference(name: str) -> None:
+    # tied weights, a frozen one, unused rows, and a second group without decay
+    model, hyper = make_model(), ARGUMENTS[name]
+    groups = param_groups(model)
+    reference, optimizer = reference_for(name, model, groups, **hyper), OPTIMIZERS[name](groups, **hyper)
+    start = {n: w.clone() for n, w in reference.params.items()}
+    train(model, optimizer, reference)
+    moved = error(model, DenseOptimizer(name, start, **hyper))
+    assert moved > 1e-3
+    assert error(model, reference) <= 8e-7
+    assert torch.equal(model.frozen.weight, make_model().frozen.weight)
+
+
+@pytest.mark.parametrize("checkpointing", ["reentrant", "non-reentrant"])
+def test_activation_checkpointing(checkpointing: str) -> None:
+    model, hyper = make_model(checkpointing), ARGUMENTS["VRLAMB"]
+    groups = param_groups(model)
+    reference, optimizer = reference_for("VRLAMB", model, groups, **hyper), VRLAMB(groups, **hyper)
+    train(model, optimizer, reference)
+    assert error(model, reference) <= 8e-7
+
+
+class SharedInCheckpoints(nn.Module):
+    """One weight in two reentrant segments: autograd hands its gradient out twice in one backward pass."""
+
+    def __init__(self, frozen_first: bool) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(3)
+        self.first, self.shared = nn.Linear(5, 5), nn.Linear(5, 5)
+        with torch.no_grad():
+            for param in self.parameters():
+                param.copy_(torch.randn(param.shape, generator=generator))
+        self.first.requires_grad_(not frozen_first)
+
+    def forward(self, x: Tensor, checkpointed: bool = True) -> Tensor:
+        x = self.first(x.requires_grad_())
+        for _ in range(2):
+            x = checkpoint(self.shared, x, use_reentrant=True) if checkpointed else self.shared(x)
+            x = torch.tanh(x)
+        return x.square().mean()
+
+
+@pytest.mark.parametrize("frozen_first", [False, True])
+def test_a_weight_shared_between_reentrant_segments_is_one_chunk(frozen_first: bool) -> None:
+    # with the first layer frozen, no observed gradient arrives after the last segment
+    model, generator = SharedInCheckpoints(frozen_first), torch.Generator().manual_seed(4)
+    params = [p for p in model.parameters() if p.requires_grad]
+    reference, optimizer = reference_for("VRSGD", model, [{"params": params}], lr=0.1), VRSGD(params, lr=0.1)
+    for _ in range(2):
+        inputs = torch.randn(3, 6, 5, generator=generator)
+        chunks = []
+        for x in inputs:
+            plain = copy.deepcopy(model)
+            plain.zero_grad()
+            plain(x.clone(), checkpointed=False).backward()
+            chunks.append(gradients(plain))
+        reference.step(chunks)
+        for x in inputs:
+            (model(x.clone()) / 3).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        assert ds_vrgd.gsnr_stats(optimizer).k == 3
+    assert error(model, reference) <= 8e-7
+
+
+def test_clipping_before_the_step() -> None:
+    # clipping scales the mean and leaves r alone, as in DeepSpeed
+    model, hyper = make_model(), ARGUMENTS["VRSGD"]
+    groups = param_groups(model)
+    reference, optimizer = reference_for("VRSGD", model, groups, **hyper), VRSGD(groups, **hyper)
+    assert max(float(g.norm()) for g in chunks_of(model, batches(0, 1))[0].values()) > 0.05  # it does clip
+    train(model, optimizer, reference, clip=0.05)
+    assert error(model, reference) <= 8e-7
+
+
+@pytest.mark.parametrize("forget", ["optimizer", "model"])
+def test_a_skipped_step_does_not_leak(forget: str) -> None:
+    model = make_model()
+    groups = param_groups(model)
+    reference, optimizer = reference_for("VRAdamW", model, groups, lr=5e-3), VRAdamW(groups, lr=5e-3)
+    train(model, optimizer, reference, range(1))
+    for tokens in batches(7, 3):
+        (model(tokens) * torch.inf).backward()
+    (optimizer if forget == "optimizer" else model).zero_grad()
+    train(model, optimizer, reference, range(1, 3))
+    assert ds_vrgd.gsnr_stats(optimizer).k == CHUNKS
+    assert error(model, reference) <= 8e-7
+
+
+def test_a_skipped_step_does_not_leak_through_a_parameter_that_goes_unused() -> None:
+    # the bias is used in the skipped window of three micro-batches only
+    weight, bias = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
+    optimizer = VRSGD([weight, bias], lr=0.1)
+    for _ in range(3):
+        (weight + bias).sum().backward()
+    weight.grad = bias.grad = None
+    for value in (1.0, 3.0):
+        (weight * value).sum().backward()
+    optimizer.step()
+    assert ds_vrgd.gsnr_stats(optimizer).k == 2
+
+
+@pytest.mark.parametrize("at", [0, 2])
+def test_a_backward_pass_that_breaks_off_does_not_leak(at: int) -> None:
+    # at 0 no window is open; at 2 two good micro-batches are thrown away with the broken one
+    model = make_model()
+    groups = param_groups(model)
+    reference, optimizer = reference_for("VRSGD", model, groups, lr=0.5), VRSGD(groups, lr=0.5)
+    window(model, batches(8, at))
+
+    def break_off(grad: Tensor) -> None:
+        raise ArithmeticError("out of memory, say")
+
+    handle = model.positions.weight.register_hook(break_off)
+    with pytest.raises(ArithmeticError):
+        model(batches(9, 1)[0]).backward()
+    handle.remove()
+    model.zero_grad()
+    train(model, optimizer, reference, range(2))
+    assert ds_vrgd.gsnr_stats(optimizer).k == CHUNKS
+    assert error(model, reference) <= 8e-7
+
+
+def test_one_chunk_is_an_error() -> None:
+    model = make_model()
+    optimizer = VRSGD(model.parameters(), lr=0.1)
+    window(model, batches(0, 1))
+    with pytest.raises(RuntimeError, match=r"VRSGD saw k = 1 chunk .* at least 2 .*gamma=1\.0"):
+        optimizer.step()
+    assert torch.equal(model.tokens.weight, make_model().tokens.weight)
+
+
+@pytest.mark.filterwarnings("default::UserWarning")
+@pytest.mark.parametrize(("k", "expected"), [(7, 1), (8, 0)])
+def test_few_chunks_warn_once(k: int, expected: int) -> None:
+    model = make_model()
+    optimizer = VRSGD(model.parameters(), lr=0.1)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for step in range(2):
+            window(model, batches(step, k))
+            optimizer.step()
+            optimizer.zero_grad()
+    ours = [w for w in caught if f"only k = {k}" in str(w.message)]
+    assert len(ours) == expected
+    assert all(w.filename == __file__ for w in ours)  # it points at the caller of step()
+
+
+def test_a_closure_is_refused() -> None:
+    weight = nn.Parameter(torch.ones(2))
+    with pytest.raises(ValueError, match="takes no closure"):
+        VRSGD([weight]).step(lambda: 0.0)
+
+
+def test_a_sparse_gradient_is_refused() -> None:
+    table = nn.Embedding(4, 2, sparse=True)
+    optimizer = VRSGD(table.parameters())
+    with pytest.raises(ValueError, match="sparse=False"):
+        table(torch.tensor([1])).sum().backward()
+    del optimizer
+
+
+def test_a_parameter_that_was_frozen_is_an_error() -> None:
+    kept, late = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2), requires_grad=False)
+    optimizer = VRSGD([kept, late], lr=0.1)
+    late.requires_grad_()
+    for value in (1.0, 2.0):
+        (value * (kept + late)).sum().backward()
+    with pytest.raises(RuntimeError, match="'param_1' was frozen when the optimizer was given it"):
+        optimizer.step()
+
+
+@pytest.mark.parametrize("warm", [False, True])
+def test_a_param_group_may_be_added_later(warm: bool) -> None:
+    model = make_model()
+    first, second = param_groups(model)
+    optimizer = VRAdamW([first], lr=5e-3)
+    if warm:  # the moments' buffers exist already
+        train(model, optimizer, reference_for("VRAdamW", model, [first], lr=5e-3), range(1))
+        model.zero_grad()
+    reference = reference_for("VRAdamW", model, [first, second], lr=5e-3)
+    names = dict(model.named_parameters())
+    for n, p in names.items():
+        if p in optimizer.state and n in reference.state:
+            state = optimizer.state[p]
+            reference.state[n] |= {key: value.double() for key, value in state.items() if key != "step"}
+            reference.state[n]["step"] = int(state["step"])
+    optimizer.add_param_group(second)
+    train(model, optimizer, reference, range(1, 4))
+    assert error(model, reference) <= 8e-7
+
+
+def test_the_reference_counts_a_parameter_unused_in_a_micro_batch_as_zero() -> None:
+    # chunks of the bias: 1, 0, 3: mean 4/3, variance 14/9, r = (16/9) / (14/9) = 8/7
+    weight, bias = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(1))
+    optimizer = VRSGD([weight, bias], lr=0.1)
+    (weight + bias).sum().backward()
+    (2 * weight).sum().backward()
+    (weight + 3 * bias).sum().backward()
+    optimizer.step()
+    stats = ds_vrgd.gsnr_stats(optimizer)
+    assert stats.k == 3
+    assert stats.layers["param_1"].mean_ratio == pytest.approx(8 / 7, rel=1e-6)
+    assert stats.layers["param_0"].mean_ratio == pytest.approx(8.0, rel=1e-6)  # 1, 2, 1: (16/9) / (2/9)
+
+
+# -- state ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_state_dict_round_trip_is_bitwise(name: str) -> None:
+    hyper = ARGUMENTS[name]
+    straight, resumed = make_model(), make_model()
+    one = OPTIMIZERS[name](straight.parameters(), **hyper)
+    two = OPTIMIZERS[name](resumed.parameters(), **hyper)
+    for step in range(4):
+        if step == 2:
+            saved = pickle.loads(pickle.dumps(two.state_dict()))
+            two = OPTIMIZERS[name](resumed.parameters(), lr=1e-9)
+            two.load_state_dict(saved)
+        for model, optimizer in ((straight, one), (resumed, two)):
+            window(model, batches(step, CHUNKS))
+            optimizer.step()
+            optimizer.zero_grad()
+    for a, b in zip(straight.parameters(), resumed.parameters(), strict=True):
+        assert torch.equal(a, b)
+    for a, b in zip(one.state.values(), two.state.values(), strict=True):
+        assert a.keys() == b.keys()
+        assert all(torch.equal(a[key], b[key]) for key in a)
+
+
+def test_state_keys() -> None:
+    wanted = {
+        "VRSGD": set(),
+        "VRMomentum": {"momentum_buffer"},
+        "VRAdam": {"step", "exp_avg", "exp_avg_sq", "exp_avg_gsnr"},
+        "VRLARS": {"momentum_buffer"},
+        "VRLAMB": {"step", "exp_avg", "exp_avg_sq", "exp_avg_gsnr"},
+        "LARS": {"momentum_buffer"},
+        "LAMB": {"step", "exp_avg", "exp_avg_sq"},
+    }
+    for name, keys in wanted.items():
+        model = make_model()
+        optimizer = OPTIMIZERS[name](model.parameters(), lr=1e-3)
+        window(model, batches(0, 2))
+        optimizer.step()
+        assert set(optimizer.state[model.tokens.weight]) == keys
+
+
+def test_a_checkpoint_of_adamw_continues() -> None:
+    # The average begins as if every earlier ratio had equalled the first, so phat is r in the first step: with beta3
+    # at 0.9 and t = 4, exp_avg_gsnr is r * (1 - 0.9**4).
+    model = make_model()
+    base = torch.optim.AdamW(model.parameters(), lr=5e-3)
+    for step in range(3):
+        window(model, batches(step, CHUNKS))
+        base.step()
+        base.zero_grad()
+    optimizer = VRAdamW(model.parameters(), lr=5e-3)
+    optimizer.load_state_dict(copy.deepcopy(base.state_dict()))
+    assert optimizer.param_groups[0]["gamma"] == 0.1
+    assert torch.equal(optimizer.state[model.up.weight]["exp_avg"], base.state[model.up.weight]["exp_avg"])
+    trained = [p for p in model.parameters() if p.requires_grad]
+    hyper = {"lr": 5e-3, "weight_decay": base.defaults["weight_decay"]}
+    reference = reference_for("VRAdamW", model, [{"params": trained}], **hyper)
+    chunks = chunks_of(model, batches(3, CHUNKS))
+    for n, p in model.named_parameters():
+        if p in base.state:
+            state = base.state[p]
+            reference.state[n] |= {"exp_avg": state["exp_avg"].double(), "exp_avg_sq": state["exp_avg_sq"].double()}
+            reference.state[n] |= {"step": 3, "exp_avg_gsnr": ratio_of(chunks, n) * (1 - 0.9**3)}
+    train(model, optimizer, reference, range(3, 4))
+    average = optimizer.state[model.up.weight]["exp_avg_gsnr"]
+    expected = ratio_of(chunks, "up.weight") * (1 - 0.9**4)
+    torch.testing.assert_close(average.double(), expected, rtol=1e-4, atol=0)
+    assert error(model, reference) <= 8e-7
+    train(model, optimizer, reference, range(4, 6))
+    assert error(model, reference) <= 8e-7
+
+
+def ratio_of(chunks: list[dict[str, Tensor]], name: str) -> Tensor:
+    return gsnr_ratio([chunk[name] for chunk in chunks], 0.1, 1e-6)
+
+
+@pytest.mark.parametrize("how", ["pickle", "deepcopy"])
+def test_a_copy_of_model_and_optimizer_trains_alike(how: str) -> None:
+    model = make_model()
+    optimizer = VRLAMB(model.parameters(), lr=5e-3)
+    window(model, batches(0, CHUNKS))
+    optimizer.step()
+    optimizer.zero_grad()
+    both = (model, optimizer)
+    other, twin = pickle.loads(pickle.dumps(both)) if how == "pickle" else copy.deepcopy(both)
+    for m, o in ((model, optimizer), (other, twin)):
+        window(m, batches(1, CHUNKS))
+        o.step()
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
+    assert not torch.equal(model.tokens.weight, make_model().tokens.weight)
+
+
+def hooks(model: nn.Module) -> int:
+    return sum(len(p._backward_hooks or ()) for p in model.parameters())
+
+
+def test_a_dropped_optimizer_stops_observing() -> None:
+    model = make_model()
+    optimizer = VRSGD(model.parameters(), lr=0.1)
+    window(model, batches(0, 2))
+    optimizer.step()
+    observer, moments = weakref.ref(optimizer.observer), weakref.ref(optimizer.observer._moments)
+    del optimizer
+    gc.collect()
+    assert observer() is None
+    assert moments() is None
+    window(model, batches(0, 2))  # the hooks that are left do nothing
+
+
+@pytest.mark.parametrize("cls", [VRAdam, VRAdamW, VRLAMB])
+def test_gamma_one_turns_everything_off(cls: type[VROptimizer]) -> None:
+    model = make_model()
+    optimizer = cls(model.parameters(), gamma=1.0)
+    assert hooks(model) == 0
+    window(model, batches(0, 1))  # one chunk is enough
+    optimizer.step()
+    assert not any("exp_avg_gsnr" in state for state in optimizer.state.values())
+    assert optimizer.observer._moments is None
+    with pytest.raises(RuntimeError, match=r"gamma=1\.0 turns GSNR off"):
+        ds_vrgd.gsnr_stats(optimizer)
+
+
+def test_gamma_one_in_one_group_only() -> None:
+    model = make_model()
+    first, second = param_groups(model)
+    optimizer = VRLAMB([first, {**second, "gamma": 1.0}], lr=5e-3)
+    assert hooks(model) == len(first["params"])
+    reference = reference_for("VRLAMB", model, [first, {**second, "gamma": 1.0}], lr=5e-3)
+    train(model, optimizer, reference, range(3))
+    assert error(model, reference) <= 8e-7
+    assert "exp_avg_gsnr" not in optimizer.state[second["params"][0]]
+
+
+# -- DistributedDataParallel ------------------------------------------------------------------------------------------
+
+
+def _ddp(rank: int, name: str) -> list[Tensor]:
+    model = make_model()
+    wrapped = DistributedDataParallel(model)
+    optimizer = OPTIMIZERS[name](param_groups(model), **ARGUMENTS[name])
+    for step in range(STEPS):
+        mine = batches(step, CHUNKS)[rank::2]
+        for index, tokens in enumerate(mine):
+            with wrapped.no_sync() if index < len(mine) - 1 else nullcontext():
+                (wrapped(tokens) / len(mine)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [p.detach() for p in model.parameters()]
+
+
+def _unwrapped(rank: int) -> str:
+    model = make_model()
+    optimizer = VRSGD(model.parameters(), lr=0.1)
+    window(model, batches(0, 4)[rank::2])
+    try:
+        optimizer.step()
+    except RuntimeError as raised:
+        return str(raised)
+    return "no error"
+
+
+def _unequal(rank: int) -> str:
+    model = make_model()
+    wrapped = DistributedDataParallel(model)
+    optimizer = VRSGD(model.parameters(), lr=0.1)
+    for _ in range(rank):
+        with wrapped.no_sync():
+            wrapped(batches(0, 1)[0]).backward()
+    wrapped(batches(0, 1)[0]).backward()
+    try:
+        optimizer.step()
+    except RuntimeError as raised:
+        return str(raised)
+    return "no error"
+
+
+def _parted(rank: int) -> str:
+    """Each rank's optimizer has other parameters, as under ZeroRedundancyOptimizer."""
+    model = make_model()
+    wrapped = DistributedDataParallel(model)
+    optimizer = VRSGD(list(model.parameters())[rank::2], lr=0.1)
+    window(wrapped, batches(0, 4)[rank::2])
+    try:
+        optimizer.step()
+    except RuntimeError as raised:
+        return str(raised)
+    return "no error"
+
+
+def _on_two_ranks(rank: int) -> dict[str, Any]:
+    torch.manual_seed(0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        found: dict[str, Any] = {name: _ddp(rank, name) for name in ("VRMomentum", "VRAdamW", "VRLAMB")}
+        return found | {"unwrapped": _unwrapped(rank), "unequal": _unequal(rank), "parted": _parted(rank)}
+
+
+@pytest.fixture(scope="module")
+def two_ranks() -> Iterator[list[dict[str, Any]]]:
+    return run_on_ranks(2, _on_two_ranks)
+
+
+@pytest.mark.parametrize("name", ["VRMomentum", "VRAdamW", "VRLAMB"])
+def test_ddp_with_no_sync_equals_one_process(two_ranks: list[dict[str, Any]], name: str) -> None:
+    model, hyper = make_model(), ARGUMENTS[name]
+    groups = param_groups(model)
+    reference, optimizer = reference_for(name, model, groups, **hyper), OPTIMIZERS[name](groups, **hyper)
+    train(model, optimizer, reference)
+    ours, theirs = two_ranks[0][name], two_ranks[1][name]
+    assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+    for param, weight in zip(model.parameters(), ours, strict=True):
+        param.data.copy_(weight)
+    assert error(model, reference) <= 8e-7
+
+
+@pytest.mark.parametrize(
+    ("case", "message"),
+    [
+        ("unwrapped", "the ranks hold different gradients"),
+        ("unequal", "the ranks differ in the micro-batches of this step: 1 on one, 2 on another"),
+        ("parted", "the ranks differ in the parameters that they optimize"),
+    ],
+)
+def test_ranks_that_differ_raise_on_both(two_ranks: list[dict[str, Any]], case: str, message: str) -> None:
+    assert all(message in rank[case] for rank in two_ranks)
