@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 
@@ -80,15 +80,20 @@ CHECKS = {
 }
 
 
-def check(optimizer: str, known: Mapping[str, Any], given: Mapping[str, Any]) -> None:
-    """Check ``given`` against the arguments that ``optimizer`` knows.
+#: The arguments of variance reduction.
+GSNR = ("beta3", "gamma", "gsnr_eps")
+
+
+def check(optimizer: str, known: Collection[str], given: Mapping[str, Any], hidden: Collection[str] = ()) -> None:
+    """Check ``given`` against the arguments that ``optimizer`` knows; those in ``hidden`` are offered to nobody.
 
     Raises:
         ValueError: naming an unknown argument and the known ones, or an argument out of its range.
     """
+    offered = sorted(name for name in known if name not in hidden)
     for name, value in given.items():
         if name not in known:
-            raise ValueError(f"{optimizer} has no argument {name}={value!r}; it takes {', '.join(sorted(known))}")
+            raise ValueError(f"{optimizer} has no argument {name}={value!r}; it takes {', '.join(offered)}")
         if name in CHECKS:
             CHECKS[name](value)
 
@@ -99,7 +104,7 @@ def refuse_gsnr(optimizer: str, given: Mapping[str, Any]) -> None:
     Raises:
         ValueError: naming the argument and the optimizer to use instead.
     """
-    for name in ("gamma", "gsnr_eps", "beta3"):
+    for name in GSNR:
         if name in given:
             raise ValueError(
                 f"{optimizer} has no argument {name}={given[name]!r}, for it does no variance reduction; "

@@ -145,7 +145,8 @@ class VROptimizer(torch.optim.Optimizer):
     reduces_variance: ClassVar[bool] = True
 
     def __init__(self, params: Iterable[Any], defaults: dict[str, Any], unknown: dict[str, Any]) -> None:
-        arguments.check(type(self).__name__, defaults, defaults | unknown)
+        hidden = () if self.reduces_variance else arguments.GSNR
+        arguments.check(type(self).__name__, defaults, defaults | unknown, hidden)
         self._init_observation()
         super().__init__(params, defaults)
         self.observe(PlainObserver(self.param_groups))

@@ -56,7 +56,7 @@ class VRSGD(VROptimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As in torch; a group that wants Nesterov without momentum is refused."""
         merged = self.defaults | param_group
-        if merged["nesterov"] and merged["momentum"] == 0.0:
+        if merged["nesterov"] is True and merged["momentum"] == 0.0:
             raise ValueError("nesterov=True needs momentum > 0, and momentum is 0")
         super().add_param_group(param_group)
 
