@@ -177,13 +177,11 @@ def pretrain(run: RunFile, deepspeed_config: dict[str, Any], output: Path, resum
     finished = rank_zero.run(lambda: check_output(run, output, resume))
     if finished is not None:
         return finished
-    for phase in run.phases:
-        phase.accumulation_steps(ranks)
     resumption = None if resume is None else rank_zero.run(lambda: checkpoint.find(resume))
     step = resumption.step if resumption else 0
     phase_index, phase_step = phase_of_step(step, run.phase_steps)
     first_phase = run.phases[min(phase_index, len(run.phases) - 1)]
-    config = fill_deepspeed_config(deepspeed_config, run, first_phase, ranks, output)
+    config = rank_zero.run(lambda: fill_deepspeed_config(deepspeed_config, run, first_phase, ranks, output))
 
     data_folder = run.prepared_data or output / "data"
     rank_zero.run(lambda: prepare(run, data_folder, report=lambda text: tqdm.write(f"data: {text}")))
