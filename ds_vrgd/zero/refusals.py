@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -85,6 +86,16 @@ def _quantized_gradients(engine: Engine) -> str | None:
     return None
 
 
+def _half_precision_masters(engine: Engine) -> str | None:
+    for name, enabled in (
+        ("bf16.bf16_master_weights_and_grads", engine.bf16_master_weights_and_gradients()),
+        ("fp16.fp16_master_weights_and_grads", engine.fp16_master_weights_and_gradients()),
+    ):
+        if enabled:
+            return f"{name}=true: updates smaller than the weights' rounding would be lost. Set it to false"
+    return None
+
+
 def _pipeline(engine: Engine) -> str | None:
     if isinstance(engine, PipelineEngine):
         return "PipelineModule: pipeline parallelism is not supported yet. Use ZeRO without a pipeline"
@@ -94,6 +105,12 @@ def _pipeline(engine: Engine) -> str | None:
 def _model_parallel(engine: Engine) -> str | None:
     if engine.mp_world_size > 1:
         return f"a tensor-parallel group of {engine.mp_world_size} ranks: not supported yet. Use data parallelism alone"
+    return None
+
+
+def _auto_tensor_parallel(engine: Engine) -> str | None:
+    if engine.autotp_size() > 1:
+        return f"tensor_parallel.autotp_size={engine.autotp_size()}: not supported yet. Remove that section"
     return None
 
 
@@ -125,8 +142,10 @@ REFUSALS: tuple[Callable[[Engine], str | None], ...] = (
     _nvme_offload,
     _sparse_gradients,
     _quantized_gradients,
+    _half_precision_masters,
     _pipeline,
     _model_parallel,
+    _auto_tensor_parallel,
     _sequence_parallel,
     _experts,
     _summed_gradients,
@@ -143,3 +162,19 @@ def refuse_inexact(engine: Engine, optimizer: str) -> None:
     if found:
         listed = "\n".join(f"  - {reason}." for reason in found)
         raise ValueError(f"{optimizer} cannot be exact under this configuration:\n{listed}")
+
+
+def refuse_compiled_autograd(engine: Engine) -> None:
+    """Have this engine's ``compile`` refuse compiled autograd, which would trace the hooks on the gradients."""
+    compile_engine = engine.compile
+
+    @functools.wraps(compile_engine)
+    def checked(*args: Any, compiled_autograd_enabled: bool = False, **kwargs: Any) -> None:
+        if compiled_autograd_enabled:
+            raise ValueError(
+                "engine.compile(compiled_autograd_enabled=True): gradients could not be seen before they are reduced. "
+                "Leave it at False"
+            )
+        compile_engine(*args, **kwargs)
+
+    engine.compile = checked

@@ -33,6 +33,10 @@ METHODS = {
     "is_deepcompile_enabled": (["self"], "refusals"),
     "super_offload": (["self"], "refusals"),
     "zero_quantized_gradients": (["self"], "refusals"),
+    "bf16_master_weights_and_gradients": (["self"], "refusals"),
+    "fp16_master_weights_and_gradients": (["self"], "refusals"),
+    "autotp_size": (["self"], "refusals"),
+    "compile": (["self", "backend", "compile_kwargs", "schedule", "compiled_autograd_enabled"], "refusals"),
 }
 
 #: Attributes of the engine, by the room that reads them.

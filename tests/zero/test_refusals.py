@@ -54,6 +54,13 @@ SETTINGS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
         {"zero_optimization": {"stage": 3, "zero_quantized_gradients": True}},
         ("zero_quantized_gradients=true", "Set it to false"),
     ),
+    "bf16 masters": (
+        {
+            "bf16": {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True},
+            "zero_optimization": {"stage": 2},
+        },
+        ("bf16_master_weights_and_grads=true", "Set it to false"),
+    ),
     "summed gradients": (
         {"gradient_allreduce_op": "sum", "zero_optimization": {"stage": 2}},
         ("gradient_allreduce_op=sum", "mean"),
@@ -90,7 +97,20 @@ def attempt_all(rank: int) -> dict[str, str]:
     errors["bad argument"] = attempt({"optimizer": {"type": "VRLAMB", "params": {"lr": 1e-3, "gamma": 1.5}}})
     errors["class"] = attempt({"zero_optimization": {"stage": 3}}, optimizer=functools.partial(ds_vrgd.VRLAMB, lr=1e-3))
     two = attempt({"fp16": {"enabled": True}, "gradient_allreduce_op": "sum"})
-    return errors | {"two at once": two}
+    return errors | {"two at once": two, "compiled autograd": compile_autograd()}
+
+
+def compile_autograd() -> str:
+    """The error of asking an engine of ours for compiled autograd."""
+    model = make_model()
+    config = {"train_batch_size": 4, "optimizer": {"type": "VRLAMB", "params": {"lr": 1e-3}}}
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=parameters, config=config)
+    try:
+        engine.compile(compiled_autograd_enabled=True)
+    except ValueError as error:
+        return str(error)
+    return ""
 
 
 @pytest.fixture(scope="module")
@@ -119,6 +139,11 @@ def test_json_names_are_known_in_bf16_too(errors: dict[str, str], name: str) -> 
     assert errors[f"type {name}"] == ""
 
 
+def test_compiled_autograd_is_refused(errors: dict[str, str]) -> None:
+    assert "compiled_autograd_enabled=True" in errors["compiled autograd"]
+    assert "Leave it at False" in errors["compiled autograd"]
+
+
 def test_pipeline_is_refused(errors: dict[str, str]) -> None:
     assert "PipelineModule: pipeline parallelism is not supported yet" in errors["pipeline"]
 
@@ -126,6 +151,7 @@ def test_pipeline_is_refused(errors: dict[str, str]) -> None:
 @pytest.mark.parametrize(
     ("attribute", "value", "message"),
     [
+        ("autotp_size", lambda: 2, "tensor_parallel.autotp_size=2"),
         ("mp_world_size", 2, "a tensor-parallel group of 2 ranks"),
         ("sequence_parallel_size", 2, "sequence_parallel_size=2"),
         ("has_moe_layers", True, "MoE layers"),
