@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import deepspeed
+import torch
 
 from ds_vrgd.bert.errors import InputError
 from ds_vrgd.bert.launch import configure_cpu_ranks, load_deepspeed_config
@@ -40,7 +41,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if is_rank_zero:
             print(f"error: {error}", file=sys.stderr, flush=True)
         return 2 if isinstance(error, InputError) else 1
+    finally:
+        # An exit with live process groups can abort on their threads, and lose the exit status.
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
     if is_rank_zero:
         print(line, flush=True)
-    deepspeed.comm.destroy_process_group()
     return 0
