@@ -35,6 +35,7 @@ class PlainObserver:
         self._layouts: dict[Tensor, ShardLayout] = {}
         self._observed: list[Tensor] = []
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
+        self._arrived: dict[Tensor, Tensor] = {}
         self._moments: ReplicatedMoments | None = None
         self._backward = -1
         self._ranks_agree = False
@@ -51,7 +52,9 @@ class PlainObserver:
         if group["gamma"] < 1.0:
             trained = [param for param in group["params"] if param.requires_grad]
             self._observed += trained
-            self._handles += [param.register_hook(_Hook(self, param)) for param in trained]
+            for param in trained:
+                self._handles.append(param.register_hook(_Hook(self, param)))
+                self._handles.append(param.register_post_accumulate_grad_hook(_AccumulatedHook(self)))
             if self._moments is not None:
                 self._moments.extend(trained)
 
@@ -69,14 +72,19 @@ class PlainObserver:
         return self._moments
 
     def on_gradient(self, param: Tensor, grad: Tensor) -> None:
-        """Take one micro-batch's gradient of one parameter, before any reduction."""
+        """See a gradient of one parameter, before any reduction; torch.autograd.grad() may have asked for it."""
         if grad.layout is not torch.strided:
             raise ValueError("sparse gradients are not supported: build the embedding with sparse=False")
-        moments = self._window()
         if param.grad is None:
-            moments.restart(param)
+            self._window().restart(param)
         self._expect_end()
-        moments.add(param, grad)
+        self._arrived[param] = grad
+
+    def on_accumulated(self, param: Tensor) -> None:
+        """Take the gradient of one parameter that arrived last: it is in ``.grad`` now, and so belongs to a chunk."""
+        grad = self._arrived.pop(param, None)
+        if grad is not None:
+            self._window().add(param, grad)
 
     def _expect_end(self) -> None:
         """Have the backward pass that is running call back at its end."""
@@ -89,6 +97,7 @@ class PlainObserver:
         """A backward pass is over; the micro-batch is, too, unless the pass ran inside another one."""
         outer = torch._C._current_autograd_node()
         if outer is None:
+            self._arrived.clear()
             self._window().end_micro_batch()
             return
         # A reentrant checkpoint ran it. The outer pass goes on where that one's node hands its gradient to.
@@ -179,6 +188,18 @@ class _Hook:
         observer, param = self._observer(), self._param()
         if observer is not None and param is not None:
             observer.on_gradient(param, grad)
+
+
+class _AccumulatedHook:
+    """A hook behind the accumulation into ``.grad``, which does not keep its observer alive either."""
+
+    def __init__(self, observer: PlainObserver) -> None:
+        self._observer = weakref.ref(observer)
+
+    def __call__(self, param: Tensor) -> None:
+        observer = self._observer()
+        if observer is not None:
+            observer.on_accumulated(param)
 
 
 def _refuse_dtensor(param: Tensor) -> None:

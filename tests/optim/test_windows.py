@@ -254,6 +254,40 @@ def test_nested_checkpoints() -> None:
     assert gsnr_stats(optimizer).k == 3
 
 
+def test_gradients_that_are_not_accumulated_are_no_chunk() -> None:
+    # torch.autograd.grad (a penalty on gradients, a log of their norms) runs the hooks of the parameters, too
+    model = Regression()
+    optimizer = VRSGD(model.parameters(), lr=0.5)
+    reference = reference_of(optimizer, model)
+    for step in range(2):
+        window = range(3 * step, 3 * step + 3)
+        chunks = chunks_of(model, window)
+        for micro_batch in window:
+            torch.autograd.grad(model.loss(micro_batch + 50), list(model.parameters()))
+            (model.loss(micro_batch) / 3).backward()
+            torch.autograd.grad(model.loss(micro_batch + 60), [model.b])
+        optimizer.step()
+        optimizer.zero_grad()
+        reference.step(chunks)
+        assert gsnr_stats(optimizer).k == 3
+        same(model, reference)
+
+
+def test_gradients_for_some_parameters_only() -> None:
+    # backward(inputs=...) accumulates into these; the other has a gradient of 0 in that chunk
+    model = Regression()
+    optimizer = VRSGD(model.parameters(), lr=0.5)
+    reference = reference_of(optimizer, model)
+    chunks = chunks_of(model, range(3))
+    del chunks[1]["b"]
+    for micro_batch in range(3):
+        (model.loss(micro_batch) / 3).backward(inputs=[model.a] if micro_batch == 1 else None)
+    optimizer.step()
+    reference.step(chunks)
+    assert gsnr_stats(optimizer).k == 3
+    same(model, reference)
+
+
 # --- errors and the warning
 
 
