@@ -22,8 +22,8 @@ class VRAdam(VROptimizer):
         lr: learning rate.
         betas: decay of the first and second moment, each in [0, 1).
         beta3: decay of the running mean of the ratio, in [0, 1).
-        eps: added to the root of the second moment, in the gradient's units. Where it is 0 in the weights' dtype (1e-8 is,
-            in fp16), an element that never had a gradient becomes NaN, as in ``torch.optim.Adam``.
+        eps: added to the root of the second moment, in the gradient's units. Where it is 0 in the weights' dtype (as
+            1e-8 is in fp16), an element that never had a gradient becomes NaN, as in ``torch.optim.Adam``.
         weight_decay: L2 coefficient; ``weight_decay * w`` is added to ``ghat``.
         gamma: floor of the ratio, in (0, 1] (equation 9); 1 is ``torch.optim.Adam``, bitwise.
         gsnr_eps: floor of the variance relative to the squared mean.
