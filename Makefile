@@ -40,7 +40,7 @@ $(STAMP): pyproject.toml $(CONSTRAINTS)
 	@touch $@
 
 demo: $(STAMP)
-	$(CPU) LOCAL_SIZE=2 $(BIN)/deepspeed --num_gpus 2 scripts/pretrain_bert.py \
+	$(CPU) LOCAL_SIZE=2 $(BIN)/deepspeed --log_level warning --num_gpus 2 scripts/pretrain_bert.py \
 	  --deepspeed_config configs/ds_vrgd.json --run configs/demo.yaml --output $(DEMO_OUT)
 
 test: $(STAMP)

@@ -67,9 +67,7 @@ def test_cap_is_one_over_eps() -> None:
 
 def test_low_precision_chunks_are_widened_first() -> None:
     # 256 and 258 are bf16 numbers, their mean 257 is not: gbar^2 / var = 257^2 / 1
-    same(
-        raw_ratio([torch.tensor([256.0]).bfloat16(), torch.tensor([258.0]).bfloat16()], EPS), vector(257.0**2)
-    )
+    same(raw_ratio([torch.tensor([256.0]).bfloat16(), torch.tensor([258.0]).bfloat16()], EPS), vector(257.0**2))
 
 
 def test_mean_over_the_layer_is_one_before_clamping() -> None:
@@ -149,9 +147,7 @@ def test_vrsgd_and_momentum_by_hand() -> None:
 def test_averaged_ratio_by_hand(name: str) -> None:
     # step 1: r = [1, 2/17], p = 0.2 r, phat = p / 0.2 = r
     # step 2, chunks swapped between the elements: r = [2/17, 1], p = 0.8 * 0.2 r1 + 0.2 r2, phat = p / 0.36
-    optimizer = DenseOptimizer(
-        name, {"w": vector(3, 4)}, lr=0.1, beta3=0.8, betas=(0.9, 0.99), weight_decay=0
-    )
+    optimizer = DenseOptimizer(name, {"w": vector(3, 4)}, lr=0.1, beta3=0.8, betas=(0.9, 0.99), weight_decay=0)
     state = optimizer.state["w"]
     optimizer.step(NAMED)
     same(state["exp_avg_gsnr"], 0.2 * R)
@@ -259,9 +255,7 @@ def test_trust_clip() -> None:
     # the 1 of a zero norm is clamped too; without adaptation nothing is
     for adapt, ratio in ((True, 2.5), (False, 1.0)):
         for name, gradient in (("LAMB", vector(1, -1)), ("LARS", vector(3, -4))):
-            optimizer = DenseOptimizer(
-                name, {"w": vector(0, 0)}, lr=0.1, eps=0, trust_clip=(2.5, 9), adapt=adapt
-            )
+            optimizer = DenseOptimizer(name, {"w": vector(0, 0)}, lr=0.1, eps=0, trust_clip=(2.5, 9), adapt=adapt)
             optimizer.step([{"w": gradient}] * 2)
             same(optimizer.params["w"], -0.1 * ratio * gradient)
 

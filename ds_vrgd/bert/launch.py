@@ -10,12 +10,12 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
 
-import deepspeed
 import torch
 from deepspeed.accelerator import get_accelerator
 
 from ds_vrgd.bert.errors import InputError
 from ds_vrgd.bert.runfile import Phase, RunFile
+from ds_vrgd.zero import leave_out_shared_memory_op
 
 _PREPARATION_TIMEOUT = timedelta(days=2)  # a large corpus takes hours to tokenise
 
@@ -23,13 +23,10 @@ T = TypeVar("T")
 
 
 def configure_cpu_ranks() -> None:
-    """On CPU only: one thread per core over all ranks, and no shared-memory op in DeepSpeed.
-
-    DeepSpeed would compile that op at start, and leak a 66 MB /dev/shm segment per rank; training never uses it.
-    """
+    """On CPU only: one thread per core over all ranks, and no shared-memory op in DeepSpeed."""
     if get_accelerator().device_name() != "cpu":
         return
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    leave_out_shared_memory_op()
     if "OMP_NUM_THREADS" not in os.environ:
         local_ranks = int(os.environ.get("LOCAL_SIZE", "1"))  # set by DeepSpeed's launcher
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local_ranks))
@@ -69,9 +66,11 @@ def fill_deepspeed_config(
     ``bf16.enabled`` = "auto" means: on an accelerator yes, on CPU no (where few processors are fast in bf16).
 
     Raises:
-        InputError: a batch size in the JSON contradicts the run file, or the batch cannot be shared out evenly.
+        InputError: a batch size in the JSON contradicts the run file, the batch cannot be shared out evenly, or a VR
+            optimizer would see a single chunk.
     """
     config = copy.deepcopy(config)
+    _check_chunks(config, run, ranks)
     for number, each in enumerate(run.phases, start=1):
         for key, (setting, value) in _batch_sizes(each, ranks).items():
             given = config.get(key, "auto")
@@ -88,6 +87,24 @@ def fill_deepspeed_config(
     return config
 
 
+def _check_chunks(config: dict[str, Any], run: RunFile, ranks: int) -> None:
+    """Check that every phase has the two chunks a step that a variance needs, unless nothing is to be reduced.
+
+    Raises:
+        InputError: a VR optimizer with k = ranks x accumulation = 1.
+    """
+    optimizer = config["optimizer"]
+    if not optimizer["type"].startswith("VR") or optimizer.get("params", {}).get("gamma", 0.0) == 1.0:
+        return
+    for number, phase in enumerate(run.phases, start=1):
+        if ranks * phase.accumulation_steps(ranks) < 2:
+            raise InputError(
+                f"phase {number}: global_batch={phase.global_batch} in one micro_batch={phase.micro_batch} on one rank "
+                "is k = 1 chunk, which has no variance; lower micro_batch, use more ranks, or set gamma=1.0 in the "
+                "optimizer's params"
+            )
+
+
 def _batch_sizes(phase: Phase, ranks: int) -> dict[str, tuple[str, int]]:
     """DeepSpeed's key -> (what sets it in the run file, value)."""
     return {
@@ -98,19 +115,6 @@ def _batch_sizes(phase: Phase, ranks: int) -> dict[str, tuple[str, int]]:
             phase.accumulation_steps(ranks),
         ),
     }
-
-
-def set_batch(engine: Any, phase: Phase) -> None:
-    """Give a running engine the batch sizes of ``phase``; call between updates.
-
-    Takes effect at every ZeRO stage. The accumulation boundary is not DeepSpeed's counter of micro-batches (which
-    runs on through phases and would be out of step with a new accumulation) but set by the training loop.
-    """
-    engine.set_train_micro_batch_size(phase.micro_batch)
-    engine.set_train_batch_size(phase.global_batch)
-    # ZeRO's wrappers keep a copy that the engine's setters leave behind; the CPU-offload path reads it.
-    if hasattr(engine.optimizer, "gradient_accumulation_steps"):
-        engine.optimizer.gradient_accumulation_steps = engine.gradient_accumulation_steps()
 
 
 class RankZero:

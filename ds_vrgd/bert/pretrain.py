@@ -18,7 +18,7 @@ from tqdm import tqdm
 from ds_vrgd.bert import checkpoint
 from ds_vrgd.bert.evaluation import held_out_losses
 from ds_vrgd.bert.examples import Batch, ExampleBuilder, SpecialIds
-from ds_vrgd.bert.launch import RankZero, fill_deepspeed_config, set_batch
+from ds_vrgd.bert.launch import RankZero, fill_deepspeed_config
 from ds_vrgd.bert.log import RunLog, gsnr_record, plot
 from ds_vrgd.bert.model import PretrainingModel, bert_config, parameter_groups
 from ds_vrgd.bert.output import check_output, finish, save_model
@@ -26,6 +26,7 @@ from ds_vrgd.bert.prepare import PreparedData, open_prepared, prepare
 from ds_vrgd.bert.runfile import RunFile
 from ds_vrgd.bert.stream import MicroBatches, RankOrder, evaluation_batches, training_batches
 from ds_vrgd.schedules import phase_of_step
+from ds_vrgd.zero import set_batch_sizes
 
 _DROPOUT = 3  # first entry of a seed, beside those of ds_vrgd.bert.stream
 _MOST_SKIPPED_UPDATES = 50  # in a row; fp16 from a scale of 2**32 needs about 30
@@ -60,7 +61,7 @@ class Training:
         """
         phase = self.run.phases[index]
         done = sum(self.run.phase_steps[:index])
-        set_batch(self.engine, phase)
+        set_batch_sizes(self.engine, phase.micro_batch, phase.global_batch)
         micro_batches = MicroBatches(self.builder("train", phase.sequence_length), self.run.seed, index, phase)
         order = RankOrder(phase, first_step, dist.get_rank(), dist.get_world_size())
         batches = training_batches(micro_batches, order, self.run.loader_workers)

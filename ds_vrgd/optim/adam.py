@@ -8,7 +8,8 @@ from typing import Any, ClassVar
 from torch.optim.adam import adam
 from torch.optim.adamw import adamw
 
-from ds_vrgd.optim.base import Shard, VROptimizer, by_group
+from ds_vrgd.optim.base import VROptimizer
+from ds_vrgd.optim.shards import Shard, by_group
 
 
 class VRAdam(VROptimizer):

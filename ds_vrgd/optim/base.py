@@ -6,22 +6,25 @@ import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from ds_vrgd import gsnr
-from ds_vrgd.moments import SUM_DTYPE, LayerTable, Ranks, ShardLayout
+from ds_vrgd.moments import SUM_DTYPE, LayerTable
 from ds_vrgd.optim import arguments
 from ds_vrgd.optim.plain import PlainObserver
+from ds_vrgd.optim.shards import LayerStatistics, Observer, Shard
 
 FEW_CHUNKS = 8
 
 # Cosine between the mean of the chunks and the gradient that step() is handed. Clipping leaves it at 1 and rounding to
 # bf16 above 0.999; a model that no engine and no DDP reduces has about 1/sqrt(ranks) where noise dominates.
 SAME_DIRECTION = 0.9
+
+# Sets of shards whose layers are kept side by side; a model that leaves out other parameters in each step has many.
+MOST_TABLES = 64
 
 _allocating = False
 
@@ -39,90 +42,6 @@ def allocate_state_only() -> Iterator[None]:
         yield
     finally:
         _allocating = before
-
-
-class Observer(Protocol):
-    """Who watches the chunk gradients, and knows how the optimizer's tensors are laid out.
-
-    Attributes:
-        ranks: the ranks over which the tensors' layers are cut.
-        window: number of the window that is open; a window is what one optimizer step sees.
-    """
-
-    ranks: Ranks
-    window: int
-
-    def layout(self, tensor: Tensor) -> ShardLayout:
-        """What one of the optimizer's tensors holds."""
-        ...
-
-    def finish(self) -> int:
-        """Complete the window; returns its number of chunks k (0: nothing was observed)."""
-        ...
-
-    def moments(self, tensor: Tensor) -> tuple[Tensor, Tensor]:
-        """``mean`` and ``m2`` of one of the optimizer's tensors, flat."""
-        ...
-
-    def gradient(self, tensor: Tensor, mean: Tensor) -> Tensor:
-        """The mean gradient at the scale of the step, in ``tensor``'s shape, given the flat ``mean`` of the chunks."""
-        ...
-
-    def grad_norm(self, tensors: Sequence[Tensor]) -> Tensor:
-        """2-norm of the gradient that ``step()`` was handed, over the whole model: a scalar in SUM_DTYPE.
-
-        Args:
-            tensors: those of this call of ``step()``.
-        """
-        ...
-
-    def after_step(self) -> None:
-        """A call of ``step()`` has updated its tensors (under an engine, perhaps one of several calls)."""
-        ...
-
-
-@dataclass
-class Shard:
-    """One tensor that a call of ``step()`` updates, with what belongs to it.
-
-    Attributes:
-        group: its param group.
-        tensor: the weights, in their own shape.
-        grad: the gradient that the base optimizer takes, in the same shape: ``ghat`` after GSNR.
-        state: its optimizer state.
-    """
-
-    group: dict[str, Any]
-    tensor: Tensor
-    grad: Tensor
-    state: dict[str, Any]
-
-
-@dataclass
-class LayerStatistics:
-    """What one call of ``step()`` saw of its layers, on the device: columns of ``(L,)``, each over whole layers.
-
-    Attributes:
-        table: names and sizes of the layers.
-        k: number of chunks.
-        mean_ratio: mean of the raw ratio.
-        square: sum of the squared mean gradient, in the squared units of the gradients that autograd handed out (times
-            the loss scale, divided by the accumulation steps).
-        variance: sum of the 1/k variance, in the same units.
-        clamped_low, clamped_high: fraction of the elements whose ratio was raised to gamma, lowered to 1.
-    """
-
-    table: LayerTable
-    k: int
-    mean_ratio: Tensor
-    square: Tensor
-    variance: Tensor
-    clamped_low: Tensor | None = None
-    clamped_high: Tensor | None = None
-
-    def count(self, low: Tensor, high: Tensor) -> None:
-        """Take the number of clamped elements of every layer."""
-        self.clamped_low, self.clamped_high = low / self.table.numels, high / self.table.numels
 
 
 class VROptimizer(torch.optim.Optimizer):
@@ -158,7 +77,7 @@ class VROptimizer(torch.optim.Optimizer):
         self._statistics_window = -1
         self._counts: list[Tensor] = []
         self._warned_few_chunks = False
-        self._verified: set[LayerTable] = set()
+        self._first_window: int | None = None
 
     def observe(self, observer: Observer) -> None:
         """Take layouts and moments from ``observer`` from now on."""
@@ -166,7 +85,7 @@ class VROptimizer(torch.optim.Optimizer):
             self._observer.detach()
         self._observer = observer
         self._tables.clear()
-        self._verified.clear()
+        self._first_window = None
         self._statistics_window = -1
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -259,7 +178,9 @@ class VROptimizer(torch.optim.Optimizer):
         """Replace each gradient by ``ghat`` (equations 2 and 7 to 10)."""
         k = self._chunks()
         table = self.table(shards)
-        verified = table in self._verified
+        if self._first_window is None:
+            self._first_window = self.observer.window
+        is_first = self.observer.window == self._first_window
         raws: list[Tensor] = []
         sums: list[Tensor] = []
         square: list[Tensor] = []
@@ -268,16 +189,15 @@ class VROptimizer(torch.optim.Optimizer):
         handed = [shard.grad for shard in shards]
         for shard, layout in zip(shards, table.layouts, strict=True):
             mean, m2 = self.observer.moments(shard.tensor)
-            if not verified:
+            if is_first:
                 means.append(mean)
             raws.append(gsnr.raw_ratio(mean, m2, k, shard.group["gsnr_eps"]))
             sums.append(layout.sums(raws[-1], 1))
             square.append(layout.sums(mean, 2))
             variance.append(layout.sums(m2, 1) / k)
             shard.grad = self.observer.gradient(shard.tensor, mean)
-        if not verified:
+        if is_first:
             self._verify(table, handed, means)
-            self._verified.add(table)
             means.clear()
         raw_sum, square_sum, variance_sum = self.sum_over_ranks(
             [torch.cat(column) for column in (sums, square, variance)]
@@ -299,7 +219,7 @@ class VROptimizer(torch.optim.Optimizer):
         self._statistics.append(LayerStatistics(table, k, layer_mean, square_sum, variance_sum))
 
     def _verify(self, table: LayerTable, handed: Sequence[Tensor], means: Sequence[Tensor]) -> None:
-        """Once for each call of a step: is the gradient that was handed over the mean of the observed chunks?"""
+        """In the first window: is the gradient that was handed over the mean of the observed chunks?"""
         sums = [torch.zeros(3, dtype=SUM_DTYPE, device=handed[0].device)]
         for layout, given, mean in zip(table.layouts, handed, means, strict=True):
             for segment in layout.segments:
@@ -354,6 +274,8 @@ class VROptimizer(torch.optim.Optimizer):
         layouts = [self.observer.layout(shard.tensor) for shard in shards]
         key = tuple(id(layout) for layout in layouts)
         if key not in self._tables:
+            if len(self._tables) >= MOST_TABLES:
+                self._tables.clear()
             self._tables[key] = LayerTable(layouts, shards[0].tensor.device)
         return self._tables[key]
 
@@ -383,11 +305,3 @@ class VROptimizer(torch.optim.Optimizer):
     def layer_statistics(self) -> Sequence[LayerStatistics]:
         """What the last step saw, one entry for each of its calls; empty before the first, or with ``gamma=1``."""
         return self._statistics
-
-
-def by_group(shards: Sequence[Shard]) -> list[list[Shard]]:
-    """The shards of each param group, in the order of the groups."""
-    groups: dict[int, list[Shard]] = {}
-    for shard in shards:
-        groups.setdefault(id(shard.group), []).append(shard)
-    return list(groups.values())

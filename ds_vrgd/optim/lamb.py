@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from ds_vrgd.optim.arguments import refuse_gsnr
-from ds_vrgd.optim.base import Shard, VROptimizer
+from ds_vrgd.optim.base import VROptimizer
+from ds_vrgd.optim.shards import Shard
 from ds_vrgd.optim.trust import over_shard, trust_ratio
 
 

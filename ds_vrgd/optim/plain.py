@@ -147,12 +147,13 @@ class PlainObserver:
         Raises:
             RuntimeError: the parameter was frozen when the optimizer was given it.
         """
-        if not any(tensor is param for param in self._observed):
+        try:
+            return self._window().moments(tensor)
+        except KeyError:
             raise RuntimeError(
                 f"'{self._layouts[tensor].layers[0].name}' was frozen when the optimizer was given it, so its chunks "
                 "were not observed: unfreeze parameters before you make the optimizer, or before add_param_group()."
-            )
-        return self._window().moments(tensor)
+            ) from None
 
     def gradient(self, tensor: Tensor, mean: Tensor) -> Tensor:
         """What is in ``.grad``: the caller may have scaled or clipped it, and only the caller knows how."""

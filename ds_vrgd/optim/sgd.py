@@ -7,7 +7,8 @@ from typing import Any
 
 from torch.optim.sgd import sgd
 
-from ds_vrgd.optim.base import Shard, VROptimizer, by_group
+from ds_vrgd.optim.base import VROptimizer
+from ds_vrgd.optim.shards import Shard, by_group
 
 
 class VRSGD(VROptimizer):

@@ -12,7 +12,7 @@ import torch
 
 from ds_vrgd.bert import launch
 from ds_vrgd.bert.errors import InputError
-from ds_vrgd.bert.launch import configure_cpu_ranks, fill_deepspeed_config, load_deepspeed_config, set_batch
+from ds_vrgd.bert.launch import configure_cpu_ranks, fill_deepspeed_config, load_deepspeed_config
 from ds_vrgd.bert.runfile import RunFile
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -59,6 +59,15 @@ def test_global_batch_must_be_divisible(run: RunFile) -> None:
         filled(OPTIMIZER, run, ranks=3)
 
 
+def test_single_chunk_is_refused_unless_nothing_is_reduced(run: RunFile) -> None:
+    whole = [phase.model_copy(update={"micro_batch": phase.global_batch}) for phase in run.phases]
+    single = run.model_copy(update={"phases": whole})
+    with pytest.raises(InputError, match=r"phase 1: global_batch=16 .* k = 1 chunk, .* set gamma=1.0"):
+        filled(OPTIMIZER, single, ranks=1)
+    filled({"optimizer": {"type": "VRLAMB", "params": {"lr": 1e-3, "gamma": 1.0}}}, single, ranks=1)
+    filled({"optimizer": {"type": "LAMB", "params": {"lr": 1e-3}}}, single, ranks=1)
+
+
 def test_shipped_json_loads() -> None:
     assert load_deepspeed_config(CONFIGS / "ds_vrgd.json")["optimizer"]["type"] == "VRLAMB"
 
@@ -97,31 +106,3 @@ def test_cpu_ranks_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     configure_cpu_ranks()
     assert deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] is False
     assert threads == [1]  # 6 cores for 4 ranks
-
-
-class BatchRecorder:
-    """The two setters of DeepSpeed's engine, with its arithmetic for one rank."""
-
-    class Optimizer:
-        gradient_accumulation_steps = 8
-
-    def __init__(self) -> None:
-        self.optimizer = self.Optimizer()
-        self.micro_batch, self.accumulation = 2, 8
-
-    def set_train_micro_batch_size(self, micro_batch: int) -> None:
-        self.micro_batch = micro_batch
-
-    def set_train_batch_size(self, batch: int) -> None:
-        assert batch % self.micro_batch == 0
-        self.accumulation = batch // self.micro_batch
-
-    def gradient_accumulation_steps(self) -> int:
-        return self.accumulation
-
-
-def test_a_new_phase_reaches_the_zero_wrapper_too(run: RunFile) -> None:
-    engine = BatchRecorder()
-    set_batch(engine, run.phases[1])
-    assert (engine.micro_batch, engine.accumulation) == (2, 12)
-    assert engine.optimizer.gradient_accumulation_steps == 12

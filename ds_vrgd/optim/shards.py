@@ -1,0 +1,103 @@
+"""What the optimizers work on: shards with their gradient and state, and who provides their layouts and moments."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from ds_vrgd.moments import LayerTable, Ranks, ShardLayout
+
+
+class Observer(Protocol):
+    """Who watches the chunk gradients, and knows how the optimizer's tensors are laid out.
+
+    Attributes:
+        ranks: the ranks over which the tensors' layers are cut.
+        window: number of the window that is open; a window is what one optimizer step sees.
+    """
+
+    ranks: Ranks
+    window: int
+
+    def layout(self, tensor: Tensor) -> ShardLayout:
+        """What one of the optimizer's tensors holds."""
+        ...
+
+    def finish(self) -> int:
+        """Complete the window; returns its number of chunks k (0: nothing was observed)."""
+        ...
+
+    def moments(self, tensor: Tensor) -> tuple[Tensor, Tensor]:
+        """``mean`` and ``m2`` of one of the optimizer's tensors, flat."""
+        ...
+
+    def gradient(self, tensor: Tensor, mean: Tensor) -> Tensor:
+        """The mean gradient at the scale of the step, in ``tensor``'s shape, given the flat ``mean`` of the chunks."""
+        ...
+
+    def grad_norm(self, tensors: Sequence[Tensor]) -> Tensor:
+        """2-norm of the gradient that ``step()`` was handed, over the whole model: a scalar in SUM_DTYPE.
+
+        Args:
+            tensors: those of this call of ``step()``.
+        """
+        ...
+
+    def after_step(self) -> None:
+        """A call of ``step()`` has updated its tensors (under an engine, perhaps one of several calls)."""
+        ...
+
+
+@dataclass
+class Shard:
+    """One tensor that a call of ``step()`` updates, with what belongs to it.
+
+    Attributes:
+        group: its param group.
+        tensor: the weights, in their own shape.
+        grad: the gradient that the base optimizer takes, in the same shape: ``ghat`` after GSNR.
+        state: its optimizer state.
+    """
+
+    group: dict[str, Any]
+    tensor: Tensor
+    grad: Tensor
+    state: dict[str, Any]
+
+
+@dataclass
+class LayerStatistics:
+    """What one call of ``step()`` saw of its layers, on the device: columns of ``(L,)``, each over whole layers.
+
+    Attributes:
+        table: names and sizes of the layers.
+        k: number of chunks.
+        mean_ratio: mean of the raw ratio.
+        square: sum of the squared mean gradient, in the squared units of the gradients that autograd handed out (times
+            the loss scale, divided by the accumulation steps).
+        variance: sum of the 1/k variance, in the same units.
+        clamped_low, clamped_high: fraction of the elements whose ratio was raised to gamma, lowered to 1.
+    """
+
+    table: LayerTable
+    k: int
+    mean_ratio: Tensor
+    square: Tensor
+    variance: Tensor
+    clamped_low: Tensor | None = None
+    clamped_high: Tensor | None = None
+
+    def count(self, low: Tensor, high: Tensor) -> None:
+        """Take the number of clamped elements of every layer."""
+        self.clamped_low, self.clamped_high = low / self.table.numels, high / self.table.numels
+
+
+def by_group(shards: Sequence[Shard]) -> list[list[Shard]]:
+    """The shards of each param group, in the order of the groups."""
+    groups: dict[int, list[Shard]] = {}
+    for shard in shards:
+        groups.setdefault(id(shard.group), []).append(shard)
+    return list(groups.values())
