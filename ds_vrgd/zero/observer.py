@@ -36,7 +36,9 @@ class EngineObserver:
         self._whole: ReplicatedMoments | None = None
         self._cut: ShardedMoments | None = None
         if holdings.routes:
-            routes = holdings.routes[::-1]  # backward reaches the parameters about in the reverse of their order
+            # Backward goes through the model about in the reverse of its order, whatever the param groups are.
+            place = {param: index for index, param in enumerate(engine.param_names)}
+            routes = sorted(holdings.routes, key=lambda route: place[route.param], reverse=True)
             bucket = min(int(engine.zero_reduce_bucket_size()), LARGEST_BUCKET)
             self._cut = ShardedMoments(routes, holdings.group, bucket)
             self._hook([route.param for route in routes], self._cut)
