@@ -73,13 +73,13 @@ class _Bucket:
         self.dtype, self.device = routes[0].param.dtype, routes[0].param.device
         widths = [self._widths(route, ranks) for route in routes]
         self.region = [sum(column) for column in zip(*widths, strict=True)]
-        bases = [0, *itertools.accumulate(self.region)]
-        self.numel = bases[-1]
+        *bases, self.numel = itertools.accumulate(self.region, initial=0)
         self.blocks: dict[Tensor, tuple[_Block, ...]] = {}
         self.pieces: list[_Piece] = []
         within = [0] * ranks
         for route, width in zip(routes, widths, strict=True):
-            self.blocks[route.param] = tuple(self._blocks(route, [b + w for b, w in zip(bases, within, strict=False)]))
+            starts = [base + offset for base, offset in zip(bases, within, strict=True)]
+            self.blocks[route.param] = tuple(self._blocks(route, starts))
             own = dict(route.runs).get(rank, 0)
             if own:
                 self.pieces.append(_Piece(within[rank], own, route.shard, route.shard_start))
@@ -292,10 +292,7 @@ class ShardedMoments:
             ((piece, bucket) for bucket in self._buckets for piece in bucket.pieces if piece.shard is shard),
             key=lambda found: found[0].shard_start,
         )
-        laid_out = []
-        for of_bucket in (lambda b: b.mean, lambda b: b.m2):
-            laid_out.append(self._lay_out(shard, pieces, of_bucket))
-        return laid_out[0], laid_out[1]
+        return self._lay_out(shard, pieces, lambda b: b.mean), self._lay_out(shard, pieces, lambda b: b.m2)
 
     @staticmethod
     def _lay_out(

@@ -22,18 +22,8 @@ from ds_vrgd.optim import OPTIMIZERS, VRLAMB, VRSGD, VRAdam, VRAdamW, VROptimize
 from tests.reference import DenseOptimizer, gsnr_ratio
 from tests.support.model import TinyLM, batches, make_model, param_groups
 from tests.support.ranks import run_on_ranks
+from tests.support.trajectory import ARGUMENTS
 
-# Rates at which five steps move the weights visibly, and options away from their defaults.
-ARGUMENTS: dict[str, dict[str, Any]] = {
-    "VRSGD": {"lr": 0.5, "weight_decay": 0.01},
-    "VRMomentum": {"lr": 0.2, "weight_decay": 0.01, "nesterov": True},
-    "VRAdam": {"lr": 5e-3, "weight_decay": 0.01},
-    "VRAdamW": {"lr": 5e-3, "weight_decay": 0.1},
-    "VRLARS": {"lr": 1.0, "weight_decay": 0.01, "trust_coefficient": 0.02},
-    "VRLAMB": {"lr": 5e-3, "weight_decay": 0.1},
-    "LARS": {"lr": 1.0, "weight_decay": 0.01, "trust_coefficient": 0.02},
-    "LAMB": {"lr": 5e-3, "weight_decay": 0.1},
-}
 STEPS, CHUNKS = 5, 4
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*estimates the GSNR from only k:UserWarning")

@@ -16,7 +16,7 @@ from tests.reference import DenseOptimizer
 from tests.support.model import batches, make_model, param_groups
 from tests.support.trajectory import ADAPTIVE, ARGUMENTS, chunk_gradients
 
-#: |theta - theta_ref| / |theta_ref| after five steps in fp32 (DESIGN.md, section 2).
+#: |theta - theta_ref| / |theta_ref| after five steps in fp32: what docs/EXACTNESS.md promises.
 BOUND = 8e-7
 STEPS = 5
 

@@ -13,7 +13,7 @@ from tests.zero.cases import BASE, NEUTRAL, WORLDS, all_cases, identify, variant
 from tests.zero.conftest import Outcomes
 from tests.zero.table import ExactnessTable
 
-# DESIGN: norm-wise after 5 steps in fp32, and for fp32 masters given the same half-precision chunk gradients.
+# Norm-wise after 5 steps in fp32, and for fp32 masters given the same half-precision chunk gradients.
 OF_WEIGHTS = 8e-7
 # Where DeepSpeed's clipping multiplies in the norm of its own, rounded mean.
 OF_DISTANCE = 5e-3
@@ -108,7 +108,7 @@ def test_table_is_complete_and_written_on_request(outcomes: Outcomes, pytestconf
     document = Path(pytestconfig.rootpath, "docs", "EXACTNESS.md")
     if pytestconfig.getoption("--write-exactness"):
         table.write(document)
-    kept = [what_was_run(line) for line in document.read_text(encoding="utf-8").splitlines() if line.startswith("|")]
+    kept = [what_was_run(line) for line in document.read_text(encoding="utf-8").splitlines() if line.startswith("| ")]
     fresh = [what_was_run(line) for line in table.matrix() + table.variants()]
     assert kept == fresh, "docs/EXACTNESS.md lists other cases: write it anew with --write-exactness"
 
