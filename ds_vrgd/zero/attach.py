@@ -10,7 +10,7 @@ from deepspeed.utils import logger
 
 from ds_vrgd.optim import VROptimizer
 from ds_vrgd.zero.observer import EngineObserver
-from ds_vrgd.zero.refusals import refuse_compiled_autograd
+from ds_vrgd.zero.refusals import guard_compile
 from ds_vrgd.zero.wrappers import holdings_of
 
 Engine = Any
@@ -30,7 +30,7 @@ def attach(engine: Engine) -> None:
     holdings = holdings_of(engine)
     observer = EngineObserver(engine, holdings)
     optimizer.observe(observer)
-    refuse_compiled_autograd(engine)
+    guard_compile(engine)
     _call_after(engine, "_backward_epilogue", observer.end_micro_batch)
     _call_after(engine, "_take_model_step", observer.end_window)
     if engine.global_rank == 0:

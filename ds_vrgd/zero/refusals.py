@@ -11,6 +11,13 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 
 Engine = Any
 
+# On two H100 (torch 2.11, backend aot_eager) training did not follow the reference, for a reason not found yet. On CPU
+# ranks it does, and on one H100 the compiled engine's gradients are the plain model's, bitwise.
+COMPILED_ON_SEVERAL_DEVICES = (
+    "torch.compile or engine.compile() with several accelerators: training is not exact there yet. Leave it out, or "
+    "use one accelerator"
+)
+
 
 def _stage(engine: Engine) -> int:
     return int(engine.zero_optimization_stage())
@@ -86,6 +93,16 @@ def _quantized_gradients(engine: Engine) -> str | None:
     return None
 
 
+def _has_several_devices(engine: Engine) -> bool:
+    return bool(engine.device.type != "cpu" and torch.distributed.get_world_size() > 1)
+
+
+def _compiled_model(engine: Engine) -> str | None:
+    module = engine.module
+    is_compiled = hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None
+    return COMPILED_ON_SEVERAL_DEVICES if is_compiled and _has_several_devices(engine) else None
+
+
 def _half_precision_masters(engine: Engine) -> str | None:
     for name, enabled in (
         ("bf16.bf16_master_weights_and_grads", engine.bf16_master_weights_and_gradients()),
@@ -142,6 +159,7 @@ REFUSALS: tuple[Callable[[Engine], str | None], ...] = (
     _nvme_offload,
     _sparse_gradients,
     _quantized_gradients,
+    _compiled_model,
     _half_precision_masters,
     _pipeline,
     _model_parallel,
@@ -164,8 +182,8 @@ def refuse_inexact(engine: Engine, optimizer: str) -> None:
         raise ValueError(f"{optimizer} cannot be exact under this configuration:\n{listed}")
 
 
-def refuse_compiled_autograd(engine: Engine) -> None:
-    """Have this engine's ``compile`` refuse compiled autograd, which would trace the hooks on the gradients."""
+def guard_compile(engine: Engine) -> None:
+    """Have this engine's ``compile`` refuse what would hide or change the gradients."""
     compile_engine = engine.compile
 
     @functools.wraps(compile_engine)
@@ -175,6 +193,8 @@ def refuse_compiled_autograd(engine: Engine) -> None:
                 "engine.compile(compiled_autograd_enabled=True): gradients could not be seen before they are reduced. "
                 "Leave it at False"
             )
+        if _has_several_devices(engine):
+            raise ValueError(COMPILED_ON_SEVERAL_DEVICES)
         compile_engine(*args, **kwargs)
 
     engine.compile = checked

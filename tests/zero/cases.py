@@ -88,7 +88,9 @@ def variants() -> Iterator[tuple[int, str, Case]]:
     for stage, entry in product((0, 1, 2, 3), ("instance", "factory")):
         case = replace(BASE, stage=stage, entry=entry)
         yield 2, identify(case, entry), case
-    for stage, way in product((0, 1, 2, 3), ("autocast", "compiled", "unmanaged")):
+    # Several accelerators refuse a compiled model: see ds_vrgd/zero/refusals.py.
+    ways = ("autocast", "compiled", "unmanaged") if DEVICE == "cpu" else ("autocast", "unmanaged")
+    for stage, way in product((0, 1, 2, 3), ways):
         case = replace(BASE, stage=stage, **{way: True})
         # Stage 3 gathers the weights of an autocast module in bf16, also where the module is tied to one that is not
         # autocast: then the plain model's chunks are not the engine's. One rank gathers nothing.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -142,6 +143,27 @@ def test_json_names_are_known_in_bf16_too(errors: dict[str, str], name: str) -> 
 def test_compiled_autograd_is_refused(errors: dict[str, str]) -> None:
     assert "compiled_autograd_enabled=True" in errors["compiled autograd"]
     assert "Leave it at False" in errors["compiled autograd"]
+
+
+@pytest.mark.parametrize(
+    ("device", "ranks", "compiled", "refused"),
+    [("cuda", 2, True, True), ("cuda", 2, False, False), ("cuda", 1, True, False), ("cpu", 2, True, False)],
+)
+def test_compiled_model_is_refused_on_several_accelerators(
+    monkeypatch: pytest.MonkeyPatch, device: str, ranks: int, compiled: bool, refused: bool
+) -> None:
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: ranks)
+    module = torch.nn.Linear(2, 2)
+    if compiled:
+        module.compile(backend="eager")
+    engine = SimpleNamespace(device=torch.device(device), module=module, compile=lambda: None)
+    monkeypatch.setattr(refusals, "REFUSALS", [refusals._compiled_model])
+    several = device == "cuda" and ranks == 2
+    with pytest.raises(ValueError, match="with several accelerators") if refused else nullcontext():
+        refusals.refuse_inexact(engine, "VRLAMB")
+    refusals.guard_compile(engine)
+    with pytest.raises(ValueError, match="with several accelerators") if several else nullcontext():
+        engine.compile()
 
 
 def test_pipeline_is_refused(errors: dict[str, str]) -> None:
