@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
+from functools import partial
 from typing import Any
 
 
@@ -62,23 +63,23 @@ def interval(name: str, value: Any) -> None:
         raise ValueError(f"{name}={value!r} is out of range: must have 0 <= lo <= hi")
 
 
-CHECKS = {
-    "lr": lambda value: at_least("lr", value, 0.0),
-    "momentum": lambda value: fraction("momentum", value),
-    "nesterov": lambda value: flag("nesterov", value),
-    "betas": lambda value: pair_of_fractions("betas", value),
-    "beta3": lambda value: fraction("beta3", value),
-    "eps": lambda value: at_least("eps", value, 0.0),
-    "weight_decay": lambda value: at_least("weight_decay", value, 0.0),
-    "gamma": lambda value: clamp_floor("gamma", value),
-    "gsnr_eps": lambda value: above("gsnr_eps", value, 0.0),
-    "trust_coefficient": lambda value: above("trust_coefficient", value, 0.0),
-    "trust_clip": lambda value: interval("trust_clip", value),
-    "bias_correction": lambda value: flag("bias_correction", value),
-    "adapt": lambda value: flag("adapt", value),
-    "prenormalize": lambda value: flag("prenormalize", value),
+#: What checks an argument's value, called with its name and the value.
+CHECKS: dict[str, Callable[[str, Any], None]] = {
+    "lr": partial(at_least, low=0.0),
+    "momentum": fraction,
+    "nesterov": flag,
+    "betas": pair_of_fractions,
+    "beta3": fraction,
+    "eps": partial(at_least, low=0.0),
+    "weight_decay": partial(at_least, low=0.0),
+    "gamma": clamp_floor,
+    "gsnr_eps": partial(above, low=0.0),
+    "trust_coefficient": partial(above, low=0.0),
+    "trust_clip": interval,
+    "bias_correction": flag,
+    "adapt": flag,
+    "prenormalize": flag,
 }
-
 
 #: The arguments of variance reduction.
 GSNR = ("beta3", "gamma", "gsnr_eps")
@@ -95,7 +96,7 @@ def check(optimizer: str, known: Collection[str], given: Mapping[str, Any], hidd
         if name not in known:
             raise ValueError(f"{optimizer} has no argument {name}={value!r}; it takes {', '.join(offered)}")
         if name in CHECKS:
-            CHECKS[name](value)
+            CHECKS[name](name, value)
 
 
 def refuse_gsnr(optimizer: str, given: Mapping[str, Any]) -> None:

@@ -22,27 +22,22 @@ from ds_vrgd.optim import OPTIMIZERS, VRLAMB, VRSGD, VRAdam, VRAdamW, VROptimize
 from tests.reference import DenseOptimizer, gsnr_ratio
 from tests.support.model import TinyLM, batches, make_model, param_groups
 from tests.support.ranks import run_on_ranks
-from tests.support.trajectory import ARGUMENTS
+from tests.support.trajectory import ARGUMENTS, chunk_gradients
 
 STEPS, CHUNKS = 5, 4
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*estimates the GSNR from only k:UserWarning")
 
 
-def gradients(model: nn.Module, scale: float = 1.0) -> dict[str, Tensor]:
-    return {n: p.grad.double() * scale for n, p in model.named_parameters() if p.grad is not None}
+def gradients(model: nn.Module) -> dict[str, Tensor]:
+    return {n: p.grad.double() for n, p in model.named_parameters() if p.grad is not None}
 
 
 def chunks_of(model: TinyLM, micro_batches: list[Tensor]) -> list[dict[str, Tensor]]:
     """One backward pass a chunk through a copy that nothing observes."""
     plain = make_model()
     plain.load_state_dict(model.state_dict())
-    found = []
-    for tokens in micro_batches:
-        plain.zero_grad()
-        plain(tokens).backward()
-        found.append(gradients(plain))
-    return found
+    return chunk_gradients(plain, micro_batches, 1.0)
 
 
 def reference_for(name: str, model: nn.Module, groups: list[dict[str, Any]], **hyper: Any) -> DenseOptimizer:
