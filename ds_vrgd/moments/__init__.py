@@ -1,5 +1,6 @@
 """Chunk gradients to mean and centred sum of squares, on the elements that this rank updates."""
 
+from ds_vrgd.moments.chan import Moments
 from ds_vrgd.moments.layout import SUM_DTYPE, Layer, LayerTable, Ranks, Segment, ShardLayout
 from ds_vrgd.moments.replicated import ReplicatedMoments
 from ds_vrgd.moments.sharded import Route, ShardedMoments
@@ -8,6 +9,7 @@ __all__ = [
     "SUM_DTYPE",
     "Layer",
     "LayerTable",
+    "Moments",
     "Ranks",
     "ReplicatedMoments",
     "Route",

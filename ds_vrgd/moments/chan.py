@@ -8,8 +8,31 @@ variances" (1979), equation 2.1.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Moments:
+    """Of the chunks of a window, element by element.
+
+    Attributes:
+        total: ``parts`` times the mean over the chunks, ``(n,)``, fp32 or wider. Under ZeRO it is the sum over the
+            micro-batches of the mean over the ranks, which is the gradient that a step takes.
+        m2: centred sum of squares over the chunks, same shape and dtype.
+        parts: what ``total`` is to be divided by.
+    """
+
+    total: Tensor
+    m2: Tensor
+    parts: int = 1
+
+    @property
+    def mean(self) -> Tensor:
+        """Mean over the chunks."""
+        return self.total if self.parts == 1 else self.total / self.parts
 
 
 def moments_of(chunks: Tensor) -> tuple[Tensor, Tensor]:

@@ -28,11 +28,18 @@ class Layer:
 
 @dataclass(frozen=True)
 class Segment:
-    """A run of one layer's elements inside a shard: ``shard[start : start + numel]``."""
+    """A run of one layer's elements inside a shard: ``shard[start : start + numel]``.
+
+    Attributes:
+        layer: index in the shard's layers.
+        start, numel: of the run in the shard.
+        first: which of the flattened layer's elements comes first in the run.
+    """
 
     layer: int
     start: int
     numel: int
+    first: int = 0
 
 
 @dataclass(frozen=True)

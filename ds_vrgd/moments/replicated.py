@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ds_vrgd.moments.chan import merge_
+from ds_vrgd.moments.chan import Moments, merge_
 
 
 class _Accumulator:
@@ -151,10 +151,10 @@ class ReplicatedMoments:
         m2.addcmul_(local, local, value=chunks)
         torch.distributed.all_reduce(m2, group=self._group)
 
-    def moments(self, param: Tensor) -> tuple[Tensor, Tensor]:
-        """``mean`` and ``m2`` of one parameter, flat, over all k chunks; after :meth:`finish`."""
+    def moments(self, param: Tensor) -> Moments:
+        """Of one parameter, flat, over all k chunks; after :meth:`finish`."""
         accumulator = self._accumulators[param]
-        return accumulator.mean, accumulator.m2
+        return Moments(accumulator.mean, accumulator.m2)
 
     def reset(self) -> None:
         """Begin the next window."""

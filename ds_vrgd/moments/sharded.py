@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ds_vrgd.moments.chan import merge_, moments_of
+from ds_vrgd.moments.chan import Moments, merge_, moments_of
 
 
 @dataclass(frozen=True)
@@ -283,8 +283,8 @@ class ShardedMoments:
         """k, the number of chunks in this window."""
         return self._micro_batches * self._ranks
 
-    def moments(self, shard: Tensor) -> tuple[Tensor, Tensor]:
-        """``mean`` and ``m2`` over all k chunks, laid out as ``shard`` is; 0 in its padding.
+    def moments(self, shard: Tensor) -> Moments:
+        """Over all k chunks, laid out as ``shard`` is; 0 in its padding.
 
         Both are fresh tensors of ``shard.numel()`` elements on ``shard``'s device.
         """
@@ -292,7 +292,7 @@ class ShardedMoments:
             ((piece, bucket) for bucket in self._buckets for piece in bucket.pieces if piece.shard is shard),
             key=lambda found: found[0].shard_start,
         )
-        return self._lay_out(shard, pieces, lambda b: b.mean), self._lay_out(shard, pieces, lambda b: b.m2)
+        return Moments(self._lay_out(shard, pieces, lambda b: b.mean), self._lay_out(shard, pieces, lambda b: b.m2))
 
     @staticmethod
     def _lay_out(

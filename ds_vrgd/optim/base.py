@@ -188,14 +188,16 @@ class VROptimizer(torch.optim.Optimizer):
         means: list[Tensor] = []
         handed = [shard.grad for shard in shards]
         for shard, layout in zip(shards, table.layouts, strict=True):
-            mean, m2 = self.observer.moments(shard.tensor)
+            moments = self.observer.moments(shard.tensor)
+            mean, m2 = moments.mean, moments.m2
             if is_first:
                 means.append(mean)
             raws.append(gsnr.raw_ratio(mean, m2, k, shard.group["gsnr_eps"]))
             sums.append(layout.sums(raws[-1], 1))
             square.append(layout.sums(mean, 2))
             variance.append(layout.sums(m2, 1) / k)
-            shard.grad = self.observer.gradient(shard.tensor, mean)
+            gradient, scale = self.observer.gradient(shard.tensor, moments)
+            shard.grad = (gradient if scale is None else gradient * scale).view_as(shard.grad)
         if is_first:
             self._verify(table, handed, means)
             means.clear()

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ds_vrgd.moments import SUM_DTYPE, Ranks, ReplicatedMoments, ShardLayout
+from ds_vrgd.moments import SUM_DTYPE, Moments, Ranks, ReplicatedMoments, ShardLayout
 
 # Relative difference of the ranks' gradients, in sums, that is taken for none: DDP leaves the same bits on all of them.
 SAME_GRADIENT = 1e-6
@@ -141,8 +141,8 @@ class PlainObserver:
                 "torch.distributed the model must be wrapped in DistributedDataParallel or a DeepSpeed engine."
             )
 
-    def moments(self, tensor: Tensor) -> tuple[Tensor, Tensor]:
-        """``mean`` and ``m2`` over all chunks of the window, flat.
+    def moments(self, tensor: Tensor) -> Moments:
+        """Over all chunks of the window, flat.
 
         Raises:
             RuntimeError: the parameter was frozen when the optimizer was given it.
@@ -155,10 +155,10 @@ class PlainObserver:
                 "were not observed: unfreeze parameters before you make the optimizer, or before add_param_group()."
             ) from None
 
-    def gradient(self, tensor: Tensor, mean: Tensor) -> Tensor:
+    def gradient(self, tensor: Tensor, moments: Moments | None) -> tuple[Tensor, Tensor | None]:
         """What is in ``.grad``: the caller may have scaled or clipped it, and only the caller knows how."""
         assert tensor.grad is not None
-        return tensor.grad
+        return tensor.grad, None
 
     def grad_norm(self, tensors: Sequence[Tensor]) -> Tensor:
         """2-norm over ``tensors``' gradients, which are the whole model here."""

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from ds_vrgd.moments import LayerTable, Ranks, ShardLayout
+from ds_vrgd.moments import LayerTable, Moments, Ranks, ShardLayout
 
 
 class Observer(Protocol):
@@ -30,12 +30,20 @@ class Observer(Protocol):
         """Complete the window; returns its number of chunks k (0: nothing was observed)."""
         ...
 
-    def moments(self, tensor: Tensor) -> tuple[Tensor, Tensor]:
-        """``mean`` and ``m2`` of one of the optimizer's tensors, flat."""
+    def moments(self, tensor: Tensor) -> Moments:
+        """Of one of the optimizer's tensors, flat."""
         ...
 
-    def gradient(self, tensor: Tensor, mean: Tensor) -> Tensor:
-        """The mean gradient at the scale of the step, in ``tensor``'s shape, given the flat ``mean`` of the chunks."""
+    def gradient(self, tensor: Tensor, moments: Moments | None) -> tuple[Tensor, Tensor | None]:
+        """The gradient of the step without GSNR: a tensor of ``tensor``'s size, and what it must be multiplied by.
+
+        Args:
+            tensor: one of the optimizer's.
+            moments: of its chunks, where they were observed.
+
+        Returns:
+            The gradient, not to be changed, and a scalar on its device (None: 1).
+        """
         ...
 
     def grad_norm(self, tensors: Sequence[Tensor]) -> Tensor:

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ds_vrgd.moments import SUM_DTYPE, Ranks, ReplicatedMoments, ShardedMoments, ShardLayout
+from ds_vrgd.moments import SUM_DTYPE, Moments, Ranks, ReplicatedMoments, ShardedMoments, ShardLayout
 from ds_vrgd.optim.plain import norm_of_gradients
 from ds_vrgd.zero.scale import GradientScale
 from ds_vrgd.zero.wrappers import Holdings
@@ -80,20 +80,20 @@ class EngineObserver:
         """The window's k; a collective where the ranks hold whole parameters."""
         return 0 if self._moments is None else self._moments.finish()
 
-    def moments(self, tensor: Tensor) -> tuple[Tensor, Tensor]:
-        """``mean`` and ``m2`` of one of the optimizer's tensors."""
+    def moments(self, tensor: Tensor) -> Moments:
+        """Of one of the optimizer's tensors, flat."""
         if self._cut is not None:
             return self._cut.moments(tensor)
         assert self._whole is not None
         return self._whole.moments(self._holdings.copies[tensor])
 
-    def gradient(self, tensor: Tensor, mean: Tensor) -> Tensor:
+    def gradient(self, tensor: Tensor, moments: Moments | None) -> tuple[Tensor, Tensor | None]:
         """The mean of the chunks, summed in fp32, at the scale of the gradient that DeepSpeed handed over."""
         assert tensor.grad is not None
-        if self._scale is None:
-            return tensor.grad
-        factor = self._scale.of_chunk_mean(self._micro_batches, mean.device)
-        return (mean * factor.to(mean.dtype)).view_as(tensor.grad)
+        if self._scale is None or moments is None:
+            return tensor.grad, None
+        factor = self._scale.of_chunk_mean(self._micro_batches / moments.parts, moments.total.device)
+        return moments.total, factor.to(moments.total.dtype)
 
     def grad_norm(self, tensors: Sequence[Tensor]) -> Tensor:
         """2-norm of the clipped mean gradient over the whole model."""

@@ -49,7 +49,7 @@ class GradientScale:
             return torch.ones((), device=device)
         return torch.clamp(clip / (self.norm(device) + CLIP_EPS), max=1.0)
 
-    def of_chunk_mean(self, micro_batches: int, device: torch.device) -> Tensor:
+    def of_chunk_mean(self, micro_batches: float, device: torch.device) -> Tensor:
         """Factor from the mean of the chunks' gradients, as autograd hands them out, to the step's: a scalar.
 
         A chunk's gradient comes multiplied by ``loss_scale / accumulation``, and the step wants the sum over the

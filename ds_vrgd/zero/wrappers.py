@@ -137,7 +137,7 @@ def _add_flat_group(
     for index, (param, offset) in enumerate(zip(params, offsets, strict=True)):
         begin, end = max(offset, rank * size), min(offset + param.numel(), (rank + 1) * size)
         if begin < end:
-            segments.append(Segment(index, begin - rank * size, end - begin))
+            segments.append(Segment(index, begin - rank * size, end - begin, begin - offset))
         if _observed(group):
             name = engine.param_names[param]
             runs = _runs_across(offset, param.numel(), size)
@@ -172,7 +172,7 @@ def _stage_3(engine: Engine) -> Holdings:
             runs = _slots(param.ds_numel, slot, ranks)
             own = dict(runs).get(rank, 0)
             if own:
-                segments.append(Segment(index, start, own))
+                segments.append(Segment(index, start, own, rank * slot))
             if _observed(group):
                 held.routes.append(
                     Route(param, engine.param_names[param], param.ds_numel, runs, shard, start, slot=slot)

@@ -28,7 +28,7 @@ def make(group: object = None) -> tuple[list[Tensor], ReplicatedMoments]:
 
 def check(moments: ReplicatedMoments, param: Tensor, chunks: Sequence[Tensor]) -> None:
     stacked = torch.stack([chunk.double().flatten() for chunk in chunks])
-    mean, m2 = moments.moments(param)
+    mean, m2 = moments.moments(param).mean, moments.moments(param).m2
     assert mean.dtype == m2.dtype == torch.float32
     torch.testing.assert_close(mean.double(), stacked.mean(0), rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(m2.double(), ((stacked - stacked.mean(0)) ** 2).sum(0), rtol=1e-5, atol=1e-6)
@@ -58,8 +58,8 @@ def test_fp64_parameters_get_fp64_moments() -> None:
         moments.add(param, torch.full((3,), value, dtype=torch.float64))
         moments.end_micro_batch()
     assert moments.finish() == 2
-    assert moments.moments(param)[0][0].item() == pytest.approx(1.0 + 5e-13, abs=1e-16)
-    assert moments.moments(param)[1][0].item() == pytest.approx(5e-25, rel=1e-3)
+    assert moments.moments(param).mean[0].item() == pytest.approx(1.0 + 5e-13, abs=1e-16)
+    assert moments.moments(param).m2[0].item() == pytest.approx(5e-25, rel=1e-3)
 
 
 def test_two_gradients_in_one_micro_batch_are_one_chunk() -> None:
@@ -82,7 +82,7 @@ def test_two_bf16_gradients_are_summed_in_fp32() -> None:
         moments.add(param, torch.tensor([value], dtype=torch.bfloat16))
     moments.end_micro_batch()
     moments.finish()
-    assert moments.moments(param)[0].item() == 257.0
+    assert moments.moments(param).mean.item() == 257.0
 
 
 @pytest.mark.parametrize("used_in", [{0}, {1}, {3}, {0, 2}, set()])

@@ -160,7 +160,8 @@ def expected(case: Case, model: Model, rank: int, world: int, window: int) -> tu
 
 def check(case: Case, model: Model, moments: ShardedMoments, rank: int, world: int, window: int) -> None:
     assert moments.finish() == case.micro_batches * world
-    found_mean, found_m2 = moments.moments(model.shards[0])
+    found = moments.moments(model.shards[0])
+    found_mean, found_m2 = found.mean, found.m2
     mean, m2 = expected(case, model, rank, world, window)
     assert found_mean.dtype == found_m2.dtype == torch.float32
     torch.testing.assert_close(found_mean.double(), mean, rtol=1e-6, atol=1e-6)
@@ -190,7 +191,8 @@ def routing_changes_no_bit(case: Case, rank: int, world: int) -> None:
     for variant in variants:
         model, moments = make(variant, rank, world)
         observe(variant, model, moments, rank, 0)
-        found.append(moments.moments(model.shards[0]))
+        of_variant = moments.moments(model.shards[0])
+        found.append((of_variant.mean, of_variant.m2))
     for mean, m2 in found[1:]:
         assert torch.equal(mean, found[0][0])
         assert torch.equal(m2, found[0][1])
@@ -237,7 +239,8 @@ def a_broken_off_window_leaves_nothing(case: Case, rank: int, world: int) -> Non
 def a_shard_that_was_not_routed_is_zero(case: Case, rank: int, world: int) -> None:
     model, moments = make(case, rank, world)
     observe(case, model, moments, rank, 0)
-    mean, m2 = moments.moments(torch.full((5,), torch.nan))
+    of_shard = moments.moments(torch.full((5,), torch.nan))
+    mean, m2 = of_shard.mean, of_shard.m2
     assert mean.tolist() == m2.tolist() == [0.0] * 5
 
 
@@ -245,7 +248,8 @@ def moments_are_fresh(case: Case, rank: int, world: int) -> None:
     """What the caller does to them changes nothing."""
     model, moments = make(case, rank, world)
     observe(case, model, moments, rank, 0)
-    for tensor in moments.moments(model.shards[0]):
+    of_shard = moments.moments(model.shards[0])
+    for tensor in (of_shard.total, of_shard.m2):
         tensor.fill_(torch.nan)
     check(case, model, moments, rank, world, 0)
 
