@@ -13,6 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ds_vrgd import kernels
+
 
 @dataclass(frozen=True)
 class Moments:
@@ -74,3 +76,28 @@ def merge_(mean: Tensor, m2: Tensor, count: int, new_mean: Tensor, new_m2: Tenso
     delta = new_mean - mean
     mean.add_(delta, alpha=new_count / (count + new_count))
     m2.add_(new_m2).addcmul_(delta, delta, value=count * new_count / (count + new_count))
+
+
+def merge_chunks_(received: Tensor, total: Tensor, m2: Tensor, parts: int) -> None:
+    """Merge a micro-batch of k chunks into the moments of ``parts`` micro-batches of k chunks each, in place.
+
+    Args:
+        received: ``(k, n)``, any floating dtype; row d is the gradient of chunk d. Rows are summed in their order.
+        total: ``(n,)``, sum over the micro-batches so far of the mean over their k chunks; fp32 (fp64 for fp64 chunks).
+        m2: ``(n,)``, centred sum of squares over all ``parts * k`` chunks so far; same dtype.
+        parts: micro-batches merged so far. 0 overwrites ``total`` and ``m2`` without reading them, so what an abandoned
+            window left behind (infinities of an overflow, say) cannot leak into the next one.
+    """
+    if kernels.usable(total, m2) and received.stride(1) == 1:
+        from ds_vrgd.kernels.merge import merge_chunks
+
+        merge_chunks(received, total, m2, parts)
+        return
+    mean, squares = moments_of(received)
+    if parts == 0:
+        total.copy_(mean)
+        m2.copy_(squares)
+        return
+    delta = mean - total / parts
+    total.add_(mean)
+    m2.add_(squares.addcmul_(delta, delta, value=len(received) * (parts / (parts + 1))))
