@@ -1,0 +1,78 @@
+"""Time on the device's own clock, and the median and spread of repeated times."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Median and the 10th and 90th percentile of ``count`` values, in their unit."""
+
+    median: float
+    p10: float
+    p90: float
+    count: int
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Spread:
+        """Of at least one value, percentiles interpolated linearly.
+
+        Raises:
+            ValueError: there is no value.
+        """
+        if not values:
+            raise ValueError("no value to take the median of")
+        low, median, high = torch.tensor(values, dtype=torch.float64).quantile(
+            torch.tensor([0.1, 0.5, 0.9], dtype=torch.float64)
+        )
+        return cls(float(median), float(low), float(high), len(values))
+
+    def to_json(self) -> dict[str, Any]:
+        """The fields by name."""
+        return asdict(self)
+
+
+class Clock:
+    """Moments in the order of the device's work: CUDA events, or the host's clock where there is no GPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def mark(self) -> Any:
+        """A moment: when the device gets here; the host does not wait for it."""
+        if self._device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def synchronize(self) -> None:
+        """Wait for the device."""
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
+    def seconds(self, begin: Any, end: Any) -> float:
+        """Between two moments that the device has passed."""
+        if self._device.type != "cuda":
+            return float(end - begin)
+        return float(begin.elapsed_time(end)) * 1e-3
+
+
+def repeat(function: Callable[[], Any], clock: Clock, repetitions: int, warmup: int) -> list[float]:
+    """Seconds of each of ``repetitions`` calls made back to back, after ``warmup`` more that are not timed."""
+    for _ in range(warmup):
+        function()
+    clock.synchronize()
+    marks = [clock.mark()]
+    for _ in range(repetitions):
+        function()
+        marks.append(clock.mark())
+    clock.synchronize()
+    return [clock.seconds(begin, end) for begin, end in itertools.pairwise(marks)]

@@ -1,0 +1,132 @@
+"""A model with its optimizer in a DeepSpeed engine, or alone: what a step consists of, and how it is taken down."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any, Protocol
+
+import deepspeed
+import torch
+from torch import Tensor
+
+import ds_vrgd  # noqa: F401  (makes VRLAMB known to DeepSpeed)
+from benchmarks.bert import NETWORKS
+from benchmarks.contenders import CONTENDERS, torch_adamw
+from benchmarks.plan import Configuration
+from benchmarks.ranks import Rank
+from ds_vrgd.bert.model import parameter_groups
+
+CLIPPING = 1.0
+
+
+class Training(Protocol):
+    """What is timed: the three parts of a micro-batch; ``step()`` does its work in the last one of a step."""
+
+    def forward(self, batch: dict[str, Tensor]) -> Tensor:
+        """Loss of a micro-batch."""
+
+    def backward(self, loss: Tensor) -> None:
+        """Gradients of a micro-batch."""
+
+    def step(self) -> None:
+        """The end of a micro-batch."""
+
+    def close(self) -> None:
+        """Give everything back."""
+
+
+class EngineTraining:
+    """Inside a DeepSpeed engine."""
+
+    def __init__(self, configuration: Configuration, rank: Rank) -> None:
+        contender = CONTENDERS[configuration.contender]
+        model = NETWORKS[configuration.model].build(rank.device)
+        groups = parameter_groups(model)
+        self._engine: Any
+        self._engine, *_ = deepspeed.initialize(
+            model=model,
+            optimizer=None if contender.optimizer else torch_adamw(groups),
+            model_parameters=groups if contender.optimizer else None,
+            config=engine_config(configuration),
+        )
+
+    def forward(self, batch: dict[str, Tensor]) -> Tensor:
+        loss: Tensor = self._engine(**batch).loss
+        return loss
+
+    def backward(self, loss: Tensor) -> None:
+        self._engine.backward(loss)
+
+    def step(self) -> None:
+        self._engine.step()
+
+    def close(self) -> None:
+        self._engine.destroy()
+        self._engine = None
+
+
+class BareTraining:
+    """The same model in bf16 without DeepSpeed and without an optimizer: what the card needs for the gradients."""
+
+    def __init__(self, configuration: Configuration, rank: Rank) -> None:
+        self._model: Any = NETWORKS[configuration.model].build(rank.device).to(torch.bfloat16)
+        self._accumulation = configuration.accumulation
+        self._micro_batches = 0
+
+    def forward(self, batch: dict[str, Tensor]) -> Tensor:
+        loss: Tensor = self._model(**batch).loss
+        return loss
+
+    def backward(self, loss: Tensor) -> None:
+        (loss / self._accumulation).backward()
+        self._micro_batches += 1
+
+    def step(self) -> None:
+        if self._micro_batches % self._accumulation == 0:
+            self._model.zero_grad(set_to_none=True)
+
+    def close(self) -> None:
+        self._model = None
+
+
+def build(configuration: Configuration, rank: Rank) -> Training:
+    """The training of a configuration."""
+    has_engine = CONTENDERS[configuration.contender].has_engine
+    return EngineTraining(configuration, rank) if has_engine else BareTraining(configuration, rank)
+
+
+def engine_config(configuration: Configuration) -> dict[str, Any]:
+    """The DeepSpeed JSON: its defaults, apart from what the configuration names, bf16 and clipping."""
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": configuration.micro_batch,
+        "gradient_accumulation_steps": configuration.accumulation,
+        "gradient_clipping": CLIPPING,
+        "bf16": {"enabled": True},
+        "zero_optimization": {"stage": configuration.stage},
+        "zero_allow_untested_optimizer": True,
+        "steps_per_print": 10**9,
+    }
+    optimizer = CONTENDERS[configuration.contender].optimizer
+    return config | ({"optimizer": optimizer} if optimizer else {})
+
+
+def free(device: torch.device) -> None:
+    """Let go of what nobody refers to any more."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.empty_cache()
+
+
+def allocated(device: torch.device) -> int:
+    """Bytes of tensors on the device; 0 on the CPU, which does not count them."""
+    return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+
+
+def highest_allocated(device: torch.device) -> int:
+    """The most of :func:`allocated` since the last call; 0 on the CPU."""
+    if device.type != "cuda":
+        return 0
+    highest = torch.cuda.max_memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    return highest
