@@ -1,143 +1,55 @@
 """Chunk moments where every rank owns a shard of every parameter: ZeRO stages 1, 2 and 3.
 
-A gradient is copied, as autograd hands it out, into the send buffer of a static bucket. A full bucket is
-exchanged by one all-to-all, after which the owner of a shard holds the gradients of all ranks for its
-elements, and forms their mean and *centred* sum of squares locally, in fp32 and in rank order.
+Gradients are copied into the send buffer of a static bucket. A full bucket is exchanged by one all-to-all, after
+which the owner of a shard holds the gradients of all ranks for its elements, and forms their mean and *centred* sum
+of squares locally, in fp32 and in rank order.
 
 The wire carries the gradient itself, in its own dtype: (N-1)/N of its bytes, as a reduce-scatter would.
 """
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ds_vrgd.moments.chan import Moments, merge_, moments_of
-
-
-@dataclass(frozen=True)
-class Route:
-    """Where the elements of one parameter are owned.
-
-    Attributes:
-        param: the parameter whose gradient is observed.
-        name: its name, for messages.
-        numel: its elements, on all ranks together.
-        runs: ``(rank, elements)`` of consecutive runs of the flattened parameter, by ascending rank.
-        shard: this rank's optimizer tensor that holds its run.
-        shard_start: where its run begins in ``shard``; meaningless if it has none.
-        slot: elements that the exchange reserves for the run on *every* rank (ZeRO-3 cuts each parameter into
-            equal slots); None to reserve exactly the runs.
-    """
-
-    param: Tensor
-    name: str
-    numel: int
-    runs: tuple[tuple[int, int], ...]
-    shard: Tensor
-    shard_start: int
-    slot: int | None = None
-
-
-@dataclass(frozen=True)
-class _Block:
-    """``rows x columns`` consecutive elements of a gradient and their place in the send buffer."""
-
-    source: int
-    rows: int
-    columns: int
-    target: int
-    row_stride: int
-
-
-@dataclass(frozen=True)
-class _Piece:
-    """A run of a bucket's own region, and its place in a shard."""
-
-    start: int
-    numel: int
-    shard: Tensor
-    shard_start: int
-
-
-class _Bucket:
-    """Parameters whose gradients travel together, and the moments of this rank's region of them."""
-
-    def __init__(self, routes: Sequence[Route], rank: int, ranks: int) -> None:
-        self.routes = tuple(routes)
-        self.dtype, self.device = routes[0].param.dtype, routes[0].param.device
-        widths = [self._widths(route, ranks) for route in routes]
-        self.region = [sum(column) for column in zip(*widths, strict=True)]
-        *bases, self.numel = itertools.accumulate(self.region, initial=0)
-        self.blocks: dict[Tensor, tuple[_Block, ...]] = {}
-        self.pieces: list[_Piece] = []
-        within = [0] * ranks
-        for route, width in zip(routes, widths, strict=True):
-            starts = [base + offset for base, offset in zip(bases, within, strict=True)]
-            self.blocks[route.param] = tuple(self._blocks(route, starts))
-            own = dict(route.runs).get(rank, 0)
-            if own:
-                self.pieces.append(_Piece(within[rank], own, route.shard, route.shard_start))
-            within = [w + add for w, add in zip(within, width, strict=True)]
-        dtype = torch.promote_types(self.dtype, torch.float32)
-        self.mean = torch.zeros(self.region[rank], dtype=dtype, device=self.device)
-        self.m2 = torch.zeros_like(self.mean)
-
-    @staticmethod
-    def _widths(route: Route, ranks: int) -> list[int]:
-        if route.slot is not None:
-            return [route.slot] * ranks
-        runs = dict(route.runs)
-        return [runs.get(rank, 0) for rank in range(ranks)]
-
-    def _blocks(self, route: Route, starts: Sequence[int]) -> list[_Block]:
-        """Cut a gradient into as few copies as there are; equal slots travel as one strided block."""
-        if route.slot is None:
-            blocks, source = [], 0
-            for rank, numel in route.runs:
-                blocks.append(_Block(source, 1, numel, starts[rank], numel))
-                source += numel
-            return blocks
-        full, rest = divmod(route.numel, route.slot) if route.slot else (0, 0)
-        stride = self.region[0]
-        blocks = [_Block(0, full, route.slot, starts[0], stride)] if full else []
-        if rest:
-            blocks.append(_Block(full * route.slot, 1, rest, starts[0] + full * stride, rest))
-        return blocks
-
-    def fill(self, buffer: Tensor, param: Tensor, grad: Tensor | None, accumulate: bool = False) -> None:
-        """Write a parameter's gradient (zeros for None) to its places in the send buffer."""
-        flat = None if grad is None else grad.detach().reshape(-1)
-        for block in self.blocks[param]:
-            place = buffer.as_strided((block.rows, block.columns), (block.row_stride, 1), block.target)
-            if flat is None:
-                place.zero_()
-                continue
-            values = flat[block.source : block.source + block.rows * block.columns].view(block.rows, block.columns)
-            place.add_(values) if accumulate else place.copy_(values)
+from ds_vrgd.moments.buckets import Bucket, Buffer, cut_into_buckets
+from ds_vrgd.moments.chan import Moments
+from ds_vrgd.moments.lanes import Lanes, lanes_on
+from ds_vrgd.moments.nodes import NodeGroups, NodeMoments
+from ds_vrgd.moments.route import Plan, Route
+from ds_vrgd.moments.store import ShardStore, Sink
 
 
 @dataclass
 class _Filling:
-    """A bucket being filled in the micro-batch that is open."""
+    """A bucket being filled in the micro-batch that is open.
 
-    buffer: Tensor
-    filled: set[Tensor]
-    streams: set[Any]
+    Attributes:
+        buffer: what has been copied at once; None if nothing has.
+        copied: parameters whose gradients are in ``buffer``.
+        held: gradients that wait for the others of the bucket.
+        writers, producers: streams that have written to ``buffer``, and that ``held`` comes from.
+    """
+
+    buffer: Buffer | None = None
+    copied: set[Tensor] = field(default_factory=set)
+    held: dict[Tensor, Tensor] = field(default_factory=dict)
+    writers: set[Any] = field(default_factory=set)
+    producers: set[Any] = field(default_factory=set)
 
 
 @dataclass
 class _Flight:
     """A bucket on its way."""
 
-    bucket: _Bucket
-    sent: Tensor
-    received: Tensor
+    bucket: Bucket
+    sent: Buffer
+    received: Buffer
     work: Any | None
 
 
@@ -148,174 +60,223 @@ class ShardedMoments:
     is ready too early waits, and whatever is missing when the micro-batch ends travels as zeros. So the ranks
     issue the same collectives even where a parameter took part on some of them only.
 
-    Memory: 8 bytes an element of the shard, and two buffers of a bucket in the wire dtype (more where gradients
-    finish far out of order).
+    On CUDA, exchanges start and what they bring is merged on a stream of their own. The streams that gradients come
+    from wait for it where a buffer has not been sent yet, and at the end of a micro-batch.
+
+    Memory: 8 bytes an element of the shard from a window's first bucket to :meth:`reset`. For good, a few buffers of a
+    bucket in the wire dtype: ``in_flight + 1`` to send (with :meth:`add`, more where gradients finish far out of
+    order), and ``in_flight`` to receive, each as large as the largest region of this rank times the ranks.
 
     Args:
         routes: one a parameter, in the order in which the gradients are expected.
         group: process group of the data-parallel ranks.
         bucket_numel: elements of a bucket; a larger parameter gets a bucket of its own.
+        nodes: exchange gradients inside the nodes only, and moments between them.
         in_flight: exchanges that may be under way at once.
     """
 
-    def __init__(self, routes: Sequence[Route], group: Any, bucket_numel: int, in_flight: int = 2) -> None:
-        self._group = group
-        self._rank, self._ranks = torch.distributed.get_rank(group), torch.distributed.get_world_size(group)
+    def __init__(
+        self,
+        routes: Sequence[Route],
+        group: Any,
+        bucket_numel: int,
+        *,
+        nodes: NodeGroups | None = None,
+        in_flight: int = 2,
+    ) -> None:
+        self._nodes = nodes
+        self._plan = Plan.direct(group) if nodes is None else nodes.plan()
         self._routes = list(routes)
         self._bucket_numel = bucket_numel
         self._in_flight = in_flight
-        self._buckets: list[_Bucket] = []
+        self._buckets: list[Bucket] = []
         self._bucket_of: dict[Tensor, int] = {}
         self._name_of = {route.param: route.name for route in routes}
+        self._lanes = Lanes()
+        self._store = ShardStore(())
+        self._sink: Sink = self._store
         self._filling: dict[int, _Filling] = {}
-        self._flights: list[_Flight] = []
-        self._spare: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+        self._flights: deque[_Flight] = deque()
+        self._spare: dict[tuple[str, torch.dtype, torch.device], deque[Buffer]] = {}
         self._next = 0
         self._micro_batches = 0
+        self._finished = 0
 
-    def _allocate(self) -> None:
+    def _prepare(self) -> None:
         """Cut the routes into buckets; at the first gradient, when devices and dtypes are final."""
-        waiting: dict[tuple[torch.dtype, torch.device], list[Route]] = {}
-        for route in self._routes:
-            pending = waiting.setdefault((route.param.dtype, route.param.device), [])
-            if pending and sum(r.numel for r in pending) + route.numel > self._bucket_numel:
-                self._buckets.append(_Bucket(pending, self._rank, self._ranks))
-                pending.clear()
-            pending.append(route)
-        self._buckets += [_Bucket(pending, self._rank, self._ranks) for pending in waiting.values()]
+        if self._buckets:
+            return
+        self._buckets = cut_into_buckets(self._routes, self._plan, self._bucket_numel)
         for index, bucket in enumerate(self._buckets):
             self._bucket_of |= {route.param: index for route in bucket.routes}
+        self._lanes = lanes_on(self._buckets[0].device)
+        self._sink = self._store = ShardStore(self._buckets)
+        if self._nodes is not None:
+            self._sink = NodeMoments(self._buckets, self._nodes, self._store, self._lanes)
 
-    def _buffer(self, numel: int, bucket: _Bucket) -> Tensor:
-        spare = self._spare.setdefault((bucket.dtype, bucket.device), [])
-        for index, buffer in enumerate(spare):
-            if buffer.numel() >= numel:
-                return spare.pop(index)
-        largest = max(
-            max(b.numel, b.region[self._rank] * self._ranks) for b in self._buckets if b.dtype == bucket.dtype
-        )
-        return torch.zeros(largest, dtype=bucket.dtype, device=bucket.device)
+    def _buffer(self, purpose: str, bucket: Bucket) -> Buffer:
+        """A buffer that is large enough ``"to send"`` or ``"to receive"`` any bucket of this dtype."""
+        spare = self._spare.setdefault((purpose, bucket.dtype, bucket.device), deque())
+        if spare:
+            return spare.popleft()  # the one that has rested longest: most likely nobody has to wait for it
+        alike = [b for b in self._buckets if (b.dtype, b.device) == (bucket.dtype, bucket.device)]
+        numel = max(b.numel if purpose == "to send" else b.own * self._plan.peers for b in alike)
+        return Buffer(torch.empty(numel, dtype=bucket.dtype, device=bucket.device))
 
-    def _recycle(self, buffer: Tensor) -> None:
-        self._spare[buffer.dtype, buffer.device].append(buffer)
+    def _recycle(self, purpose: str, buffer: Buffer) -> None:
+        self._spare[purpose, buffer.data.dtype, buffer.data.device].append(buffer)
 
     def add(self, param: Tensor, grad: Tensor) -> None:
-        """Take one gradient of one parameter, before any reduction; may start exchanges."""
-        if not self._buckets:
-            self._allocate()
+        """Copy one gradient of one parameter, before any reduction; may start exchanges."""
+        filling = self._filling_of(param)
+        if param in filling.held:
+            self._hold(filling, param, grad.detach())
+        else:
+            self._copy(filling, param, grad.detach())
+        self._launch_ready()
+
+    def take(self, param: Tensor, grad: Tensor) -> None:
+        """As :meth:`add`, but ``grad`` is ours from now on: nobody writes to it any more, and nothing is copied yet."""
+        filling = self._filling_of(param)
+        if param in filling.copied:
+            self._copy(filling, param, grad.detach())
+        else:
+            self._hold(filling, param, grad.detach())
+        self._launch_ready()
+
+    def _filling_of(self, param: Tensor) -> _Filling:
+        self._prepare()
         index = self._bucket_of[param]
-        bucket = self._buckets[index]
         if index < self._next:
             raise RuntimeError(
                 f"the gradient of '{self._name_of[param]}' arrived twice in one backward pass, the second time after "
                 "its exchange. This is what a weight shared between reentrant checkpoint segments does: set "
                 "use_reentrant=False in the activation checkpointing, or gamma=1.0 for its param group."
             )
-        filling = self._filling.get(index)
-        if filling is None:
-            filling = self._filling[index] = _Filling(self._buffer(bucket.numel, bucket), set(), set())
-        bucket.fill(filling.buffer, param, grad, accumulate=param in filling.filled)
-        filling.filled.add(param)
-        if grad.is_cuda:
-            filling.streams.add(torch.cuda.current_stream(grad.device))
-        while self._is_ready(self._next):
-            self._launch()
+        return self._filling.setdefault(index, _Filling())
 
-    def _is_ready(self, index: int) -> bool:
-        filling = self._filling.get(index)
-        return filling is not None and len(filling.filled) == len(self._buckets[index].routes)
+    def _hold(self, filling: _Filling, param: Tensor, grad: Tensor) -> None:
+        first = filling.held.get(param)
+        if first is not None:
+            self._lanes.gather(filling.producers, (first,))
+            grad = first + grad
+        filling.held[param] = grad
+        filling.producers.add(self._lanes.here())
+
+    def _copy(self, filling: _Filling, param: Tensor, grad: Tensor) -> None:
+        bucket = self._buckets[self._bucket_of[param]]
+        again = param in filling.copied
+        if filling.buffer is None:
+            filling.buffer = self._buffer("to send", bucket)
+        here = self._lanes.here()
+        if here not in filling.writers:
+            self._lanes.wait(filling.buffer.free)
+            filling.writers.add(here)
+        if again:
+            self._lanes.gather(filling.writers, ())
+        filling.buffer.copy(bucket, {param: grad}, accumulate=again)
+        filling.copied.add(param)
+
+    def _launch_ready(self) -> None:
+        while self._next in self._filling:
+            filling = self._filling[self._next]
+            if len(filling.copied) + len(filling.held) < len(self._buckets[self._next].routes):
+                break
+            self._launch()
 
     def _launch(self) -> None:
         """Send the next bucket; gradients that never came are zeros."""
         bucket = self._buckets[self._next]
-        filling = self._filling.pop(self._next, None)
-        if filling is None:
-            filling = _Filling(self._buffer(bucket.numel, bucket), set(), set())
-        for route in bucket.routes:
-            if route.param not in filling.filled:
-                bucket.fill(filling.buffer, route.param, None)
-        for stream in filling.streams:
-            torch.cuda.current_stream(bucket.device).wait_stream(stream)
+        filling = self._filling.pop(self._next, None) or _Filling()
+        sent = filling.buffer or self._buffer("to send", bucket)
+        self._lanes.wait(sent.free)
+        self._lanes.gather(filling.producers, filling.held.values())
+        sent.copy(bucket, filling.held)
+        came = filling.copied | filling.held.keys()
+        sent.complete(bucket, [route.param for route in bucket.routes if route.param not in came])
+        self._sink.open(bucket)
+        self._lanes.fork(filling.writers)
         self._next += 1
-        if self._ranks == 1:
-            self._flights.append(_Flight(bucket, filling.buffer, filling.buffer, None))
-        else:
-            own = bucket.region[self._rank]
-            received = self._buffer(own * self._ranks, bucket)
-            work = torch.distributed.all_to_all_single(
-                received[: own * self._ranks],
-                filling.buffer[: bucket.numel],
-                output_split_sizes=[own] * self._ranks,
-                input_split_sizes=bucket.region,
-                group=self._group,
-                async_op=True,
-            )
-            self._flights.append(_Flight(bucket, filling.buffer, received, work))
-        while len(self._flights) > self._in_flight:
-            self._land()
+        with self._lanes.side():
+            while len(self._flights) >= self._in_flight:
+                self._land()
+            self._flights.append(self._send(bucket, sent))
+
+    def _send(self, bucket: Bucket, sent: Buffer) -> _Flight:
+        if self._plan.peers == 1:
+            return _Flight(bucket, sent, sent, None)
+        received = self._buffer("to receive", bucket)
+        work = torch.distributed.all_to_all_single(
+            received.data[: bucket.own * self._plan.peers],
+            sent.data[: bucket.numel],
+            output_split_sizes=[bucket.own] * self._plan.peers,
+            input_split_sizes=bucket.splits,
+            group=self._plan.group,
+            async_op=True,
+        )
+        return _Flight(bucket, sent, received, work)
 
     def _land(self) -> None:
         """Wait for the oldest exchange and merge what it brought."""
-        flight = self._flights.pop(0)
+        flight = self._flights.popleft()
+        bucket, sent, received = flight.bucket, flight.sent, flight.received
         if flight.work is not None:
             flight.work.wait()
-        bucket = flight.bucket
-        own = bucket.region[self._rank]
-        if own:
-            mean, m2 = moments_of(flight.received[: own * self._ranks].view(self._ranks, own))
-            merge_(bucket.mean, bucket.m2, self._micro_batches * self._ranks, mean, m2, self._ranks)
-        self._recycle(flight.sent)
-        if flight.received is not flight.sent:
-            self._recycle(flight.received)
+            sent.free = self._lanes.mark(sent.free)
+        if bucket.own:
+            rows = received.data[: bucket.own * self._plan.peers].view(self._plan.peers, bucket.own)
+            self._sink.merge(bucket, rows, self._micro_batches)
+        if flight.work is None:
+            sent.free = self._lanes.mark(sent.free)
+        else:
+            self._recycle("to receive", received)
+        self._recycle("to send", sent)
 
     def end_micro_batch(self) -> None:
         """Close the micro-batch: send what has not left yet, and merge everything."""
-        if not self._buckets:
-            self._allocate()  # other ranks may have gradients to send
+        self._prepare()  # other ranks may have gradients to send
         while self._next < len(self._buckets):
             self._launch()
-        while self._flights:
-            self._land()
+        with self._lanes.side():
+            while self._flights:
+                self._land()
+        self._lanes.join()
         self._next = 0
         self._micro_batches += 1
 
     def finish(self) -> int:
-        """k, the number of chunks in this window."""
-        return self._micro_batches * self._ranks
+        """k, the number of chunks in this window; a collective, with ``nodes``, after every further micro-batch."""
+        if self._finished < self._micro_batches:
+            self._sink.finish(self._micro_batches)
+            self._finished = self._micro_batches
+        return self._micro_batches * self._plan.ranks
 
     def moments(self, shard: Tensor) -> Moments:
-        """Over all k chunks, laid out as ``shard`` is; 0 in its padding.
+        """Over all k chunks, laid out as ``shard`` is; 0 in its padding. After :meth:`finish`.
 
-        Both are fresh tensors of ``shard.numel()`` elements on ``shard``'s device.
+        The tensors are on ``shard``'s device. They are the window's own, which callers must not write to, until
+        :meth:`reset`; copies where the gradients are on another device.
         """
-        pieces = sorted(
-            ((piece, bucket) for bucket in self._buckets for piece in bucket.pieces if piece.shard is shard),
-            key=lambda found: found[0].shard_start,
-        )
-        return Moments(self._lay_out(shard, pieces, lambda b: b.mean), self._lay_out(shard, pieces, lambda b: b.m2))
-
-    @staticmethod
-    def _lay_out(
-        shard: Tensor, pieces: Sequence[tuple[_Piece, _Bucket]], of_bucket: Callable[[_Bucket], Tensor]
-    ) -> Tensor:
-        parts, end = [], 0
-        for piece, bucket in pieces:
-            source = of_bucket(bucket)
-            if piece.shard_start > end:
-                parts.append(source.new_zeros(piece.shard_start - end))
-            parts.append(source[piece.start : piece.start + piece.numel])
-            end = piece.shard_start + piece.numel
-        if not parts:
-            return torch.zeros_like(shard)
-        if shard.numel() > end:
-            parts.append(parts[0].new_zeros(shard.numel() - end))
-        return torch.cat(parts).to(shard.device)
+        if self._nodes is not None and self._finished < self._micro_batches:
+            raise RuntimeError("the nodes have not merged their moments yet: finish() comes before moments()")
+        held = self._store.of(shard) if self._micro_batches else None
+        if held is None:
+            zeros = torch.zeros_like(shard, dtype=torch.promote_types(shard.dtype, torch.float32))
+            return Moments(zeros, zeros.clone(), max(self._micro_batches, 1))
+        for moment in held:
+            self._lanes.use(moment)
+        total, m2 = (moment.to(shard.device) for moment in held)
+        return Moments(total, m2, self._micro_batches)
 
     def reset(self) -> None:
         """Begin the next window, also after a backward pass that was broken off half-way."""
+        self._lanes.join()
         for filling in self._filling.values():
-            self._recycle(filling.buffer)
+            if filling.buffer is not None:
+                self._recycle("to send", filling.buffer)
         self._filling.clear()
-        self._flights.clear()
+        self._flights.clear()  # with their buffers: nobody knows whether the other ranks have sent theirs
+        self._sink.close()
         self._next = 0
         self._micro_batches = 0
+        self._finished = 0
