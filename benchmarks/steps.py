@@ -17,7 +17,7 @@ from benchmarks.plan import Configuration
 from benchmarks.ranks import Rank
 from benchmarks.record import Record
 from benchmarks.timing import Clock, Spread
-from benchmarks.training import Training, allocated, build, free, highest_allocated
+from benchmarks.training import Training, allocated, build, free, highest_allocated, release, storages
 
 WARMUP_STEPS = 4
 TIMED_STEPS = 12
@@ -85,8 +85,9 @@ def measure(configuration: Configuration, rank: Rank) -> dict[str, Any]:
         "failure": None,
     }
     free(rank.device)
-    before = allocated(rank.device)
+    before, kept = allocated(rank.device), set(storages())
     training: Training | None = None
+    timer: StepTimer | None = None
     try:
         training = build(configuration, rank)
         batches = NETWORKS[configuration.model].batches(
@@ -109,6 +110,9 @@ def measure(configuration: Configuration, rank: Rank) -> dict[str, Any]:
         row["failure"] = traceback.format_exc()[-_LONGEST_FAILURE:]
     if training is not None:
         training.close()
+    timer = training = None
+    free(rank.device)
+    release(kept)
     return row
 
 
