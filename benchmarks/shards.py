@@ -39,7 +39,7 @@ def shard_layout(layers: Sequence[Layer], rank: int, ranks: int) -> ShardLayout:
 def routes(layers: Sequence[Layer], shard: Tensor, rank: int, wire: torch.dtype) -> list[Route]:
     """Where the elements of each layer go; in the model's order."""
     found, offset = [], 0
-    for layer in layers:
+    for place, layer in enumerate(layers):
         runs, position = [], offset
         while position < offset + layer.numel:
             owner = position // shard.numel()
@@ -49,13 +49,13 @@ def routes(layers: Sequence[Layer], shard: Tensor, rank: int, wire: torch.dtype)
         start = max(offset - rank * shard.numel(), 0)
         # A parameter's own elements are never read, so that it needs none.
         param = torch.empty(0, dtype=wire, device=shard.device)
-        found.append(Route(param, layer.name, layer.numel, tuple(runs), shard, start))
+        found.append(Route(param, layer.name, layer.numel, tuple(runs), shard, start, place=place))
         offset += layer.numel
     return found
 
 
 def exchange(network: Network, rank: Rank, wire: torch.dtype) -> Callable[[], Any]:
-    """A call that takes every gradient of a micro-batch to its owner and forms the moments there."""
+    """A call that does what fused mode does: every gradient to its owner, and the moments there."""
     layers = layers_of(network)
     shard = torch.zeros(shard_size(layers, rank.count), device=rank.device)
     # Gradients come in about the reverse of the model's order.
@@ -65,7 +65,7 @@ def exchange(network: Network, rank: Rank, wire: torch.dtype) -> Callable[[], An
 
     def run() -> None:
         for route, gradient in zip(order, gradients, strict=True):
-            moments.add(route.param, gradient)
+            moments.take(route.param, gradient)
         moments.end_micro_batch()
         moments.reset()
 
