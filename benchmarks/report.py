@@ -78,9 +78,9 @@ def _kernels(rows: list[Row]) -> list[str]:
             row["name"],
             f"{row['elements'] / 1e6:.1f}",
             f"{row['bytes_per_element']:g}",
-            milliseconds(row["seconds"]),
+            milliseconds(row["seconds"]) if row["seconds"] else "failed",
             f"{row['floor_seconds'] * 1e3:.3f}",
-            f"{row['seconds']['median'] / row['floor_seconds']:.2f}",
+            f"{row['seconds']['median'] / row['floor_seconds']:.2f}" if row["seconds"] else UNKNOWN,
         ]
         for row in rows
     ]

@@ -47,7 +47,10 @@ def test_every_collective_and_kernel_has_its_spread(run: dict[str, Any]) -> None
     for row in run["collectives"] + run["kernels"]:
         assert row["seconds"].keys() == SPREAD
         assert row["elements"] > 0
-    assert all(row["floor_seconds"] > 0 for row in run["kernels"])
+    assert len(run["kernels"]) == 3, "the others need a GPU"
+    for row in run["kernels"]:
+        assert row["failure"] is None
+        assert row["floor_seconds"] > 0
 
 
 def test_every_step_has_all_fields(run: dict[str, Any]) -> None:
