@@ -66,12 +66,18 @@ class NodeGroups:
             return None
         # Every rank makes every group, also those of other data-parallel groups (model parallelism), in one order.
         ours = tuple(torch.distributed.get_process_group_ranks(group))
+        if list(ours) != sorted(ours):
+            raise ValueError(
+                f"the data-parallel ranks {list(ours)} are not in ascending order, the only one in which torch makes the "
+                f"groups of nodes. Make their group without sort_ranks=False, or set ranks_per_node={size}."
+            )
         everyone: list[Any] = [None] * torch.distributed.get_world_size()
         torch.distributed.all_gather_object(everyone, ours)
         found = None
         for ranks in sorted(set(everyone)):
-            local = [_new_group(ranks[i : i + ranks_per_node]) for i in range(0, size, ranks_per_node)]
-            across = [_new_group(ranks[j::ranks_per_node]) for j in range(ranks_per_node)]
+            starts = range(0, size, ranks_per_node)
+            local = [torch.distributed.new_group(ranks[i : i + ranks_per_node]) for i in starts]
+            across = [torch.distributed.new_group(ranks[j::ranks_per_node]) for j in range(ranks_per_node)]
             if ranks == ours:
                 rank = torch.distributed.get_rank(group)
                 node, index = divmod(rank, ranks_per_node)
@@ -82,11 +88,6 @@ class NodeGroups:
         """Every rank sends the local rank j what column j owns."""
         order = tuple(node * self.per_node + j for j in range(self.per_node) for node in range(self.nodes))
         return Plan(self.local, self.per_node, self.rank % self.per_node, self.rank, order)
-
-
-def _new_group(ranks: Sequence[int]) -> Any:
-    # In the order given, which is that of the data-parallel group.
-    return torch.distributed.new_group(list(ranks), sort_ranks=False)
 
 
 @dataclass

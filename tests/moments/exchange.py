@@ -182,7 +182,7 @@ def check(case: Case, model: Model, moments: ShardedMoments, rank: int, world: i
     padding = torch.ones(model.shards[0].numel(), dtype=torch.bool)
     for owned in model.places:
         padding[[at for owner, at in owned if owner == rank]] = False
-    assert padding.any() or not case.gap
+    assert padding.any() or not case.gap or case.cut == "runs"  # a rank may own the middle of a large parameter
     assert (found_mean[padding] == 0).all()
     assert (found_m2[padding] == 0).all()
 
