@@ -68,7 +68,7 @@ class NodeGroups:
         ours = tuple(torch.distributed.get_process_group_ranks(group))
         if list(ours) != sorted(ours):
             raise ValueError(
-                f"the data-parallel ranks {list(ours)} are not in ascending order, the only one in which torch makes the "
+                f"the data-parallel ranks {list(ours)} are not in ascending order, the only one in which torch makes "
                 f"groups of nodes. Make their group without sort_ranks=False, or set ranks_per_node={size}."
             )
         everyone: list[Any] = [None] * torch.distributed.get_world_size()
