@@ -123,7 +123,8 @@ def free(device: torch.device) -> None:
 
 def storages() -> dict[int, torch.UntypedStorage]:
     """The memory of all tensors that Python knows, by address."""
-    tensors = [thing for thing in gc.get_objects() if isinstance(thing, Tensor)]
+    # Subclasses may have no memory of their own, as torch.compile's fake tensors.
+    tensors = [thing for thing in gc.get_objects() if type(thing) in (Tensor, torch.nn.Parameter)]
     real = [tensor for tensor in tensors if tensor.layout == torch.strided and not tensor.is_meta]
     return {storage.data_ptr(): storage for storage in (tensor.untyped_storage() for tensor in real)}
 
