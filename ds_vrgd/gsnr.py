@@ -50,6 +50,39 @@ def clamped_ratio(ratio: Tensor, gamma: float) -> Tensor:
     return ratio.clamp_(gamma, 1.0)
 
 
+def rounding_seed(step: int) -> int:
+    """Seed of :func:`round_stochastically` for a step: a signed 32-bit number."""
+    seed = int(_mixed(torch.tensor(step % 2**32)))
+    return seed - 2**32 if seed >= 2**31 else seed
+
+
+def round_stochastically(values: Tensor, index: Tensor, seed: int) -> Tensor:
+    """fp32 values rounded to bf16: up with the probability of the bits that are cut off, so that the mean is kept.
+
+    Rounded to the nearest, a running mean stands still as soon as a step would move it by less than half a unit in
+    the last of bf16's 8 bits. The noise depends on the element's place in its layer and on the step alone: the same on
+    every rank, at every ZeRO stage, after a resume, and in the Triton kernel (``kernels/shared.py``).
+
+    Args:
+        values: ``(n,)`` fp32, finite.
+        index: ``(n,)`` int64, places in the flattened layer.
+        seed: from :func:`rounding_seed`.
+
+    Returns:
+        ``(n,)`` bf16.
+    """
+    noise = _mixed((index & 0xFFFFFFFF) ^ (seed % 2**32)) & 0xFFFF
+    bits = ((values.view(torch.int32).to(torch.int64) & 0xFFFFFFFF) + noise) & 0xFFFF0000
+    return torch.where(bits >= 2**31, bits - 2**32, bits).to(torch.int32).view(torch.float32).to(torch.bfloat16)
+
+
+def _mixed(x: Tensor) -> Tensor:
+    """A hash of 32-bit integers, held in int64 ("lowbias32" of C. Wellons' hash-prospector)."""
+    x = ((x ^ (x >> 16)) * 0x7FEB352D) & 0xFFFFFFFF
+    x = ((x ^ (x >> 15)) * 0x846CA68B) & 0xFFFFFFFF
+    return x ^ (x >> 16)
+
+
 def noise_scale(square_of_mean: Tensor, variance: Tensor, k: int, chunk_size: float) -> Tensor:
     """Simple gradient noise scale ``tr(Sigma) / |G|^2`` in samples (McCandlish et al. 2018, eq. 2.9).
 

@@ -74,6 +74,7 @@ class DenseOptimizer:
         defaults = {**DEFAULTS, **DEFAULTS_OF[name], **hyper}
         self.groups = [{**defaults, **group} for group in groups or [{"params": list(params)}]]
         for group in self.groups:
+            group.pop("gsnr_dtype", None)  # everything is fp64 here
             if set(group) != {"params", "lr", *DEFAULTS}:
                 raise ValueError(f"unknown or missing: {sorted(set(group) ^ {'params', 'lr', *DEFAULTS})}")
             if name in ("LARS", "LAMB"):

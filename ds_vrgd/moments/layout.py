@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ds_vrgd.kernels.blocks import BlockTable
+
 # Sums over a layer and over ranks: a few numbers a layer, so the widest type costs nothing.
 SUM_DTYPE = torch.float64
 
@@ -104,6 +106,13 @@ class ShardLayout:
             self._on_device[device] = of_segments, layers, lengths
         return self._on_device[device]
 
+    def places(self, device: torch.device) -> Tensor:
+        """``(numel,)`` int64: which of its flattened layer's elements each element is; 0 in padding."""
+        out = torch.zeros(self.numel, dtype=torch.long, device=device)
+        for s in self.segments:
+            torch.arange(s.first, s.first + s.numel, out=out[s.start : s.start + s.numel])
+        return out
+
     def sums(self, flat: Tensor, order: int) -> Tensor:
         """This rank's part of each layer's sum of ``|x| ** order``.
 
@@ -184,6 +193,15 @@ class LayerTable:
     def sums(self, flats: Sequence[Tensor], order: int) -> Tensor:
         """``(L,)``: this rank's part of the sums of ``|x| ** order``; ``flats`` holds one a shard."""
         return torch.cat([layout.sums(flat, order) for layout, flat in zip(self.layouts, flats, strict=True)])
+
+    @cached_property
+    def blocks(self) -> BlockTable:
+        """The shards cut into blocks for the kernels; layers are counted as in the columns."""
+        shards, before = [], 0
+        for layout in self.layouts:
+            shards.append([(s.start, s.numel, before + s.layer, s.first) for s in layout.segments])
+            before += len(layout.layers)
+        return BlockTable(shards, before, self.numels.device)
 
     def split(self, values: Tensor) -> list[Tensor]:
         """``(L,)`` cut into the layers of each shard."""

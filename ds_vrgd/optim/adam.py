@@ -3,13 +3,35 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
+import torch
 from torch.optim.adam import adam
 from torch.optim.adamw import adamw
 
+from ds_vrgd import gsnr
+from ds_vrgd.moments import LayerTable
 from ds_vrgd.optim.base import VROptimizer
 from ds_vrgd.optim.shards import Shard, by_group
+
+if TYPE_CHECKING:
+    from ds_vrgd.kernels.adam import AdamState
+    from ds_vrgd.kernels.shared import Source
+
+
+def adam_state(shard: Shard) -> AdamState:
+    """What the kernels of Adam and LAMB read of a shard, for the step that its state has been counted up to."""
+    from ds_vrgd.kernels.adam import AdamState
+
+    group, state = shard.group, shard.state
+    beta1, beta2 = group["betas"]
+    steps = int(state["step"])
+    debias = group.get("bias_correction", True)
+    return AdamState(
+        shard.tensor, state["exp_avg"], state["exp_avg_sq"], group["eps"], group["weight_decay"],
+        1.0 - beta1, beta2, 1.0 - beta2,
+        1.0 / (1.0 - beta1**steps) if debias else 1.0, (1.0 - beta2**steps) ** -0.5 if debias else 1.0,
+    )  # fmt: skip
 
 
 class VRAdam(VROptimizer):
@@ -28,6 +50,12 @@ class VRAdam(VROptimizer):
         weight_decay: L2 coefficient; ``weight_decay * w`` is added to ``ghat``.
         gamma: floor of the ratio, in (0, 1] (equation 9); 1 is ``torch.optim.Adam``, bitwise.
         gsnr_eps: floor of the variance relative to the squared mean.
+        gsnr_dtype: of the running mean of the ratio. "float32" is the weights' own dtype; "bfloat16" halves its memory,
+            and is rounded stochastically, without which the mean would stand still.
+        reduction: what becomes of DeepSpeed's own reduction of gradients at ZeRO stages 1 to 3. "fused" replaces it,
+            "observe" looks on beside it, "auto" replaces it wherever that is exact.
+        ranks_per_node: so many consecutive ranks exchange gradients, and only moments travel between such groups. None
+            to go by the launcher.
 
     Raises:
         ValueError: an argument out of its range.
@@ -35,6 +63,7 @@ class VRAdam(VROptimizer):
 
     counts_steps = True
     averages_ratio = True
+    _decoupled: ClassVar[bool] = False
     _base_step: ClassVar[Callable[..., None]] = staticmethod(adam)
 
     def __init__(
@@ -48,6 +77,9 @@ class VRAdam(VROptimizer):
         weight_decay: float = 0.0,
         gamma: float = 0.1,
         gsnr_eps: float = 1e-6,
+        gsnr_dtype: str | torch.dtype = "float32",
+        reduction: str = "auto",
+        ranks_per_node: int | None = None,
         **unknown: Any,
     ) -> None:
         super().__init__(
@@ -60,8 +92,11 @@ class VRAdam(VROptimizer):
                 "weight_decay": weight_decay,
                 "gamma": gamma,
                 "gsnr_eps": gsnr_eps,
+                "gsnr_dtype": gsnr_dtype,
             },
             unknown,
+            reduction=reduction,
+            ranks_per_node=ranks_per_node,
         )
 
     def state_keys(self, group: dict[str, Any]) -> tuple[str, ...]:
@@ -89,10 +124,27 @@ class VRAdam(VROptimizer):
                 maximize=False,
             )
 
+    def _kernel_update(self, shards: Sequence[Shard], table: LayerTable, sources: Sequence[Source]) -> None:
+        from ds_vrgd.kernels.adam import adam_step
+        from ds_vrgd.kernels.shared import empty_partials, sum_blocks
+
+        partials = empty_partials(table.blocks, 2)
+        for index, (shard, source) in enumerate(zip(shards, sources, strict=True)):
+            shard.state["step"] += 1
+            lr = float(shard.group["lr"])
+            averaged, begins = self._with_average(shard, source)
+            adam_step(
+                table.blocks, index, averaged, adam_state(shard), partials,
+                lr=lr, shrink=1.0 - lr * shard.group["weight_decay"],
+                seed=gsnr.rounding_seed(int(shard.state["step"])), decoupled=self._decoupled, begins=begins,
+            )  # fmt: skip
+        self._counts = list(sum_blocks(table.blocks, partials))
+
 
 class VRAdamW(VRAdam):
     """:class:`VRAdam` with decoupled weight decay, ``w *= 1 - lr * weight_decay`` (0.01 unless told otherwise)."""
 
+    _decoupled = True
     _base_step = staticmethod(adamw)
 
     def __init__(

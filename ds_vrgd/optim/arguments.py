@@ -63,6 +63,24 @@ def interval(name: str, value: Any) -> None:
         raise ValueError(f"{name}={value!r} is out of range: must have 0 <= lo <= hi")
 
 
+def reduction(name: str, value: Any) -> None:
+    """Require one of the words."""
+    if value not in ("auto", "fused", "observe"):
+        raise ValueError(f'{name}={value!r} must be "auto", "fused" or "observe"')
+
+
+def ranks_per_node(name: str, value: Any) -> None:
+    """Require None or a positive integer."""
+    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+        raise ValueError(f"{name}={value!r} is out of range: must be None or an integer >= 1")
+
+
+def gsnr_dtype(name: str, value: Any) -> None:
+    """Require one of the dtypes that the running mean of the ratio may have."""
+    if str(value).removeprefix("torch.") not in ("float32", "bfloat16"):
+        raise ValueError(f'{name}={value!r} must be "float32" or "bfloat16"')
+
+
 #: What checks an argument's value, called with its name and the value.
 CHECKS: dict[str, Callable[[str, Any], None]] = {
     "lr": partial(at_least, low=0.0),
@@ -79,10 +97,13 @@ CHECKS: dict[str, Callable[[str, Any], None]] = {
     "bias_correction": flag,
     "adapt": flag,
     "prenormalize": flag,
+    "gsnr_dtype": gsnr_dtype,
+    "reduction": reduction,
+    "ranks_per_node": ranks_per_node,
 }
 
 #: The arguments of variance reduction.
-GSNR = ("beta3", "gamma", "gsnr_eps")
+GSNR = ("beta3", "gamma", "gsnr_eps", "gsnr_dtype", "reduction", "ranks_per_node")
 
 
 def check(optimizer: str, known: Collection[str], given: Mapping[str, Any], hidden: Collection[str] = ()) -> None:

@@ -6,16 +6,19 @@ import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from ds_vrgd import gsnr
-from ds_vrgd.moments import SUM_DTYPE, LayerTable
+from ds_vrgd import gsnr, kernels
+from ds_vrgd.moments import SUM_DTYPE, LayerTable, Moments
 from ds_vrgd.optim import arguments
 from ds_vrgd.optim.plain import PlainObserver
 from ds_vrgd.optim.shards import LayerStatistics, Observer, Shard
+
+if TYPE_CHECKING:
+    from ds_vrgd.kernels.shared import Source
 
 FEW_CHUNKS = 8
 
@@ -54,6 +57,8 @@ class VROptimizer(torch.optim.Optimizer):
         params: parameters, or param groups that may override every argument.
         defaults: hyper-parameters, checked here.
         unknown: arguments that the subclass does not have, refused here.
+        reduction: "auto", "fused" or "observe"; for the engine that is built around the optimizer.
+        ranks_per_node: for that engine, too; None to go by the launcher.
     """
 
     #: Whether the base optimizer counts its steps in ``state["step"]``.
@@ -63,9 +68,19 @@ class VROptimizer(torch.optim.Optimizer):
     #: False for the optimizers that never reduce variance: gamma is 1 in all their groups.
     reduces_variance: ClassVar[bool] = True
 
-    def __init__(self, params: Iterable[Any], defaults: dict[str, Any], unknown: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        params: Iterable[Any],
+        defaults: dict[str, Any],
+        unknown: dict[str, Any],
+        *,
+        reduction: str = "auto",
+        ranks_per_node: int | None = None,
+    ) -> None:
         hidden = () if self.reduces_variance else arguments.GSNR
-        arguments.check(type(self).__name__, defaults, defaults | unknown, hidden)
+        of_engine = {"reduction": reduction, "ranks_per_node": ranks_per_node}
+        arguments.check(type(self).__name__, defaults | of_engine, defaults | of_engine | unknown, hidden)
+        self.reduction, self.ranks_per_node = reduction, ranks_per_node
         self._init_observation()
         super().__init__(params, defaults)
         self.observe(PlainObserver(self.param_groups))
@@ -78,6 +93,7 @@ class VROptimizer(torch.optim.Optimizer):
         self._counts: list[Tensor] = []
         self._warned_few_chunks = False
         self._first_window: int | None = None
+        self._k = 0
 
     def observe(self, observer: Observer) -> None:
         """Take layouts and moments from ``observer`` from now on."""
@@ -104,9 +120,13 @@ class VROptimizer(torch.optim.Optimizer):
         if isinstance(self._observer, PlainObserver):
             self._observer.after_step()
 
+    def __getstate__(self) -> dict[str, Any]:
+        """As in torch, with what the engine is told."""
+        return super().__getstate__() | {"reduction": self.reduction, "ranks_per_node": self.ranks_per_node}
+
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore; arguments that an older or a base optimizer's checkpoint lacks take this one's defaults."""
-        super().__setstate__(state)
+        super().__setstate__({"reduction": "auto", "ranks_per_node": None} | self.__dict__ | state)
         for group in self.param_groups:
             for name, value in self.defaults.items():
                 group.setdefault(name, value)
@@ -139,10 +159,24 @@ class VROptimizer(torch.optim.Optimizer):
             self._ensure_state(shard)
         if _allocating or not shards:
             return
-        scaled = [shard for shard in shards if shard.group["gamma"] < 1.0]
-        if scaled:
-            self._scale_by_ratio(scaled)
-        self._update(shards)
+        reduced = [shard for shard in shards if shard.group["gamma"] < 1.0]
+        plain = [shard for shard in shards if shard.group["gamma"] == 1.0]
+        for shard in plain:
+            gradient, shard.scale = self.observer.gradient(shard.tensor, None)
+            shard.grad = gradient.view_as(shard.tensor)
+        moments = self._moments(reduced) if reduced else []
+        if self._fit_for_kernels(shards, moments):
+            if reduced:
+                table = self.table(reduced)
+                self._kernel_update(reduced, table, self._sources(reduced, table, moments))
+            if plain:
+                self._plain_kernel_update(plain)
+        else:
+            if reduced:
+                self._scale_by_ratio(reduced, moments)
+            for shard in shards:
+                shard.settle()
+            self._update(shards)
         if self._counts:
             self.sum_over_ranks([])
         self.observer.after_step()
@@ -162,7 +196,15 @@ class VROptimizer(torch.optim.Optimizer):
             keys = (*keys, "exp_avg_gsnr")
         for key in keys:
             if key not in shard.state:
-                shard.state[key] = torch.zeros_like(shard.tensor, memory_format=torch.preserve_format)
+                dtype = self._average_dtype(shard) if key == "exp_avg_gsnr" else None
+                shard.state[key] = torch.zeros_like(shard.tensor, dtype=dtype, memory_format=torch.preserve_format)
+        if "exp_avg_gsnr" in shard.state:  # torch casts state to the weights' dtype when it loads a checkpoint
+            shard.state["exp_avg_gsnr"] = shard.state["exp_avg_gsnr"].to(self._average_dtype(shard))
+
+    @staticmethod
+    def _average_dtype(shard: Shard) -> torch.dtype:
+        halved = str(shard.group["gsnr_dtype"]).endswith("bfloat16")
+        return torch.bfloat16 if halved else shard.tensor.dtype
 
     def state_keys(self, group: dict[str, Any]) -> tuple[str, ...]:
         """Per-element state that the base optimizer keeps for a param group."""
@@ -174,37 +216,34 @@ class VROptimizer(torch.optim.Optimizer):
 
     # -- GSNR ---------------------------------------------------------------------------------------------------------
 
-    def _scale_by_ratio(self, shards: Sequence[Shard]) -> None:
-        """Replace each gradient by ``ghat`` (equations 2 and 7 to 10)."""
-        k = self._chunks()
-        table = self.table(shards)
+    def _moments(self, shards: Sequence[Shard]) -> list[Moments]:
+        """Moments of every shard; its gradient and scale are the observer's from here on."""
+        self._k = self._chunks()
+        handed = [shard.grad for shard in shards]
+        moments = [self.observer.moments(shard.tensor) for shard in shards]
+        for shard, of_shard in zip(shards, moments, strict=True):
+            gradient, shard.scale = self.observer.gradient(shard.tensor, of_shard)
+            shard.grad = gradient.view_as(shard.tensor)
         if self._first_window is None:
             self._first_window = self.observer.window
-        is_first = self.observer.window == self._first_window
+        if self.observer.window == self._first_window:
+            self._verify(self.table(shards), handed, moments)
+        return moments
+
+    def _scale_by_ratio(self, shards: Sequence[Shard], moments: Sequence[Moments]) -> None:
+        """Replace each gradient by ``ghat`` (equations 2 and 7 to 10)."""
+        table = self.table(shards)
         raws: list[Tensor] = []
         sums: list[Tensor] = []
         square: list[Tensor] = []
         variance: list[Tensor] = []
-        means: list[Tensor] = []
-        handed = [shard.grad for shard in shards]
-        for shard, layout in zip(shards, table.layouts, strict=True):
-            moments = self.observer.moments(shard.tensor)
-            mean, m2 = moments.mean, moments.m2
-            if is_first:
-                means.append(mean)
-            raws.append(gsnr.raw_ratio(mean, m2, k, shard.group["gsnr_eps"]))
+        for shard, layout, of_shard in zip(shards, table.layouts, moments, strict=True):
+            mean = of_shard.mean
+            raws.append(gsnr.raw_ratio(mean, of_shard.m2, self._k, shard.group["gsnr_eps"]))
             sums.append(layout.sums(raws[-1], 1))
             square.append(layout.sums(mean, 2))
-            variance.append(layout.sums(m2, 1) / k)
-            gradient, scale = self.observer.gradient(shard.tensor, moments)
-            shard.grad = (gradient if scale is None else gradient * scale).view_as(shard.grad)
-        if is_first:
-            self._verify(table, handed, means)
-            means.clear()
-        raw_sum, square_sum, variance_sum = self.sum_over_ranks(
-            [torch.cat(column) for column in (sums, square, variance)]
-        )
-        layer_mean = raw_sum / table.numels
+            variance.append(layout.sums(of_shard.m2, 1))
+        layer_mean = self._note(table, *(torch.cat(column) for column in (sums, square, variance)))
         low, high = [], []
         for shard, layout, raw, mean in zip(shards, table.layouts, raws, table.split(layer_mean), strict=True):
             gamma = shard.group["gamma"]
@@ -214,16 +253,26 @@ class VROptimizer(torch.optim.Optimizer):
             ratio = gsnr.clamped_ratio(ratio, gamma).view_as(shard.grad)
             if self.averages_ratio:
                 ratio = self._averaged(shard, ratio)
-            shard.grad = (ratio * shard.grad).to(shard.grad.dtype)
+            shard.settle()
+            shard.grad = (ratio * shard.grad).to(shard.tensor.dtype)
         self._counts = [torch.cat(low), torch.cat(high)]
+
+    def _note(self, table: LayerTable, raw: Tensor, square: Tensor, m2: Tensor) -> Tensor:
+        """Sum this rank's columns over the ranks, and keep the statistics; returns the layers' mean raw ratio."""
+        raw_sum, square_sum, variance_sum = self.sum_over_ranks([raw, square, m2 / self._k])
+        layer_mean = raw_sum / table.numels
         if self._statistics_window != self.observer.window:
             self._statistics, self._statistics_window = [], self.observer.window
-        self._statistics.append(LayerStatistics(table, k, layer_mean, square_sum, variance_sum))
+        self._statistics.append(LayerStatistics(table, self._k, layer_mean, square_sum, variance_sum))
+        return layer_mean
 
-    def _verify(self, table: LayerTable, handed: Sequence[Tensor], means: Sequence[Tensor]) -> None:
+    def _verify(self, table: LayerTable, handed: Sequence[Tensor], moments: Sequence[Moments]) -> None:
         """In the first window: is the gradient that was handed over the mean of the observed chunks?"""
+        if all(a.data_ptr() == b.total.data_ptr() for a, b in zip(handed, moments, strict=True)):
+            return  # the same memory: fused mode hands over nothing else
         sums = [torch.zeros(3, dtype=SUM_DTYPE, device=handed[0].device)]
-        for layout, given, mean in zip(table.layouts, handed, means, strict=True):
+        for layout, given, of_shard in zip(table.layouts, handed, moments, strict=True):
+            mean = of_shard.total  # a positive factor does not turn it
             for segment in layout.segments:
                 run = slice(segment.start, segment.start + segment.numel)
                 a, b = given.flatten()[run].to(SUM_DTYPE), mean[run].to(SUM_DTYPE)
@@ -263,11 +312,66 @@ class VROptimizer(torch.optim.Optimizer):
         """
         beta3: float = shard.group["beta3"]
         steps = int(shard.state["step"]) + 1
-        if "exp_avg_gsnr" not in shard.state:
-            shard.state["exp_avg_gsnr"] = (ratio * (1.0 - beta3 ** (steps - 1))).to(shard.tensor.dtype)
-        average = shard.state["exp_avg_gsnr"].mul_(beta3).add_(ratio, alpha=1.0 - beta3)
+        begins = "exp_avg_gsnr" not in shard.state
+        before = ratio * (1.0 - beta3 ** (steps - 1)) if begins else shard.state["exp_avg_gsnr"].to(ratio.dtype)
+        average = (before * beta3).add_(ratio, alpha=1.0 - beta3)
+        if self._average_dtype(shard) == torch.bfloat16:
+            places = self.observer.layout(shard.tensor).places(average.device)
+            kept = gsnr.round_stochastically(average.flatten().float(), places, gsnr.rounding_seed(steps))
+        else:
+            kept = average.to(shard.tensor.dtype)
+        if begins:
+            shard.state["exp_avg_gsnr"] = torch.empty_like(shard.tensor, dtype=kept.dtype)
+        shard.state["exp_avg_gsnr"].copy_(kept.view_as(average))
         debiased: Tensor = average / (1.0 - beta3**steps)
         return debiased
+
+    # -- kernels ------------------------------------------------------------------------------------------------------
+
+    def _fit_for_kernels(self, shards: Sequence[Shard], moments: Sequence[Moments]) -> bool:
+        """Whether everything that the kernels of this call would touch is fp32 and contiguous on one CUDA device."""
+        tensors = [tensor for shard in shards for tensor in (shard.tensor, shard.grad)]
+        tensors += [shard.state[key] for shard in shards for key in self.state_keys(shard.group)]
+        tensors += [tensor for of_shard in moments for tensor in (of_shard.total, of_shard.m2)]
+        return kernels.usable(*tensors)
+
+    def _sources(self, shards: Sequence[Shard], table: LayerTable, moments: Sequence[Moments]) -> list[Source]:
+        """Measure the ratio's sums; returns what the update kernels read of every shard."""
+        from ds_vrgd.kernels.ratio import ratio_sums
+        from ds_vrgd.kernels.shared import Source, empty_partials, sum_blocks
+
+        sources = []
+        partials = empty_partials(table.blocks, 3)
+        for index, (shard, of_shard) in enumerate(zip(shards, moments, strict=True)):
+            beta3, steps = shard.group.get("beta3", 0.0), int(shard.state.get("step", 0)) + 1
+            is_total = shard.grad.data_ptr() == of_shard.total.data_ptr()
+            source = Source(
+                None if is_total else shard.grad, shard.scale, of_shard.total, of_shard.m2,
+                k=float(self._k), parts=float(of_shard.parts), gsnr_eps=shard.group["gsnr_eps"],
+                gamma=shard.group["gamma"], beta3=beta3, rest3=1.0 - beta3, debias=1.0 / (1.0 - beta3**steps),
+                earlier=1.0 - beta3 ** (steps - 1),
+            )  # fmt: skip
+            ratio_sums(table.blocks, index, source, partials)
+            sources.append(source)
+        means = self._note(table, *sum_blocks(table.blocks, partials))
+        return [source._replace(means=means) for source in sources]
+
+    def _with_average(self, shard: Shard, source: Source) -> tuple[Source, bool]:
+        """The source with its running mean of the ratio, and whether that begins in this step."""
+        begins = "exp_avg_gsnr" not in shard.state
+        if begins:
+            shard.state["exp_avg_gsnr"] = torch.empty_like(shard.tensor, dtype=self._average_dtype(shard))
+        return source._replace(average=shard.state["exp_avg_gsnr"]), begins
+
+    def _kernel_update(self, shards: Sequence[Shard], table: LayerTable, sources: Sequence[Source]) -> None:
+        """The base optimizer's step in kernels; leaves the numbers of clamped elements in ``_counts``."""
+        raise NotImplementedError
+
+    def _plain_kernel_update(self, shards: Sequence[Shard]) -> None:
+        """The base optimizer's step where ``gamma`` is 1: torch's own, unless the subclass has a kernel."""
+        for shard in shards:
+            shard.settle()
+        self._update(shards)
 
     # -- sums over whole layers ---------------------------------------------------------------------------------------
 

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from ds_vrgd import gsnr
+from ds_vrgd.moments import LayerTable
+from ds_vrgd.optim.adam import adam_state
 from ds_vrgd.optim.arguments import refuse_gsnr
 from ds_vrgd.optim.base import VROptimizer
 from ds_vrgd.optim.shards import Shard
 from ds_vrgd.optim.trust import over_shard, trust_ratio
+
+if TYPE_CHECKING:
+    from ds_vrgd.kernels.shared import Source
 
 
 class VRLAMB(VROptimizer):
@@ -31,10 +37,16 @@ class VRLAMB(VROptimizer):
         weight_decay: decoupled decay, inside the trust ratio.
         gamma: floor of r, in (0, 1] (equation 9); 1 is LAMB.
         gsnr_eps: floor of the variance relative to the squared mean.
+        gsnr_dtype: of the running mean of the ratio. "float32" is the weights' own dtype; "bfloat16" halves its memory,
+            and is rounded stochastically, without which the mean would stand still.
         bias_correction: debias the two moments.
         trust_clip: bounds ``(lo, hi)`` of the trust ratio, or None.
         adapt: False for a trust ratio of 1; meant for the param group of biases and normalisation weights.
         prenormalize: divide the gradient by its 2-norm over the whole model first, as NVLAMB does.
+        reduction: what becomes of DeepSpeed's own reduction of gradients at ZeRO stages 1 to 3. "fused" replaces it,
+            "observe" looks on beside it, "auto" replaces it wherever that is exact.
+        ranks_per_node: so many consecutive ranks exchange gradients, and only moments travel between such groups. None
+            to go by the launcher.
 
     Raises:
         ValueError: an argument out of its range.
@@ -56,10 +68,13 @@ class VRLAMB(VROptimizer):
         weight_decay: float = 0.0,
         gamma: float = 0.1,
         gsnr_eps: float = 1e-6,
+        gsnr_dtype: str | torch.dtype = "float32",
         bias_correction: bool = True,
         trust_clip: tuple[float, float] | None = None,
         adapt: bool = True,
         prenormalize: bool = False,
+        reduction: str = "auto",
+        ranks_per_node: int | None = None,
         **unknown: Any,
     ) -> None:
         super().__init__(
@@ -72,12 +87,15 @@ class VRLAMB(VROptimizer):
                 "weight_decay": weight_decay,
                 "gamma": gamma,
                 "gsnr_eps": gsnr_eps,
+                "gsnr_dtype": gsnr_dtype,
                 "bias_correction": bias_correction,
                 "trust_clip": trust_clip,
                 "adapt": adapt,
                 "prenormalize": prenormalize,
             },
             unknown,
+            reduction=reduction,
+            ranks_per_node=ranks_per_node,
         )
 
     def state_keys(self, group: dict[str, Any]) -> tuple[str, ...]:
@@ -101,6 +119,48 @@ class VRLAMB(VROptimizer):
             divisor = torch.where(norm > 0, norm, torch.ones_like(norm))
             for shard in chosen:
                 shard.grad = shard.grad / divisor.to(shard.grad.dtype)
+
+    def _kernel_update(self, shards: Sequence[Shard], table: LayerTable, sources: Sequence[Source]) -> None:
+        from ds_vrgd.kernels.lamb import lamb_advance, lamb_apply
+        from ds_vrgd.kernels.shared import empty_partials, sum_blocks
+
+        partials = empty_partials(table.blocks, 4)
+        states = []
+        for index, (shard, source) in enumerate(zip(shards, self._prenormalized(shards, sources), strict=True)):
+            shard.state["step"] += 1
+            averaged, begins = (source, False) if source.m2 is None else self._with_average(shard, source)
+            states.append(adam_state(shard))
+            seed = gsnr.rounding_seed(int(shard.state["step"]))
+            lamb_advance(table.blocks, index, averaged, states[-1], partials, seed=seed, begins=begins)
+        reduces = sources[0].m2 is not None
+        weights, updates, *self._counts = sum_blocks(table.blocks, partials if reduces else partials[:2])
+        norms = [table.split(total.sqrt()) for total in self.sum_over_ranks([weights, updates])]
+        rates = torch.cat(
+            [
+                shard.group["lr"] * trust_ratio(w, u, (w > 0) & (u > 0), shard.group)
+                for shard, w, u in zip(shards, *norms, strict=True)
+            ]
+        ).float()
+        for index, state in enumerate(states):
+            lamb_apply(table.blocks, index, state, rates)
+
+    def _plain_kernel_update(self, shards: Sequence[Shard]) -> None:
+        from ds_vrgd.kernels.shared import Source
+
+        self._kernel_update(shards, self.table(shards), [Source(shard.grad, shard.scale) for shard in shards])
+
+    def _prenormalized(self, shards: Sequence[Shard], sources: Sequence[Source]) -> list[Source]:
+        """The sources, divided by the gradient's norm where the group says so."""
+        if not any(shard.group["prenormalize"] for shard in shards):
+            return list(sources)
+        norm = self.observer.grad_norm([shard.tensor for shard in shards])
+        factor = torch.where(norm > 0, 1.0 / norm, torch.ones_like(norm)).float()
+        return [
+            source._replace(scale=factor if source.scale is None else source.scale * factor)
+            if shard.group["prenormalize"]
+            else source
+            for shard, source in zip(shards, sources, strict=True)
+        ]
 
     @staticmethod
     def _direction(shard: Shard) -> Tensor:

@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import torch
+from torch import Tensor
+
+from ds_vrgd.moments import LayerTable
 from ds_vrgd.optim.arguments import refuse_gsnr
 from ds_vrgd.optim.base import VROptimizer
 from ds_vrgd.optim.shards import Shard
 from ds_vrgd.optim.trust import over_shard, trust_ratio
+
+if TYPE_CHECKING:
+    from ds_vrgd.kernels.shared import Source
 
 
 class VRLARS(VROptimizer):
@@ -31,6 +38,10 @@ class VRLARS(VROptimizer):
         gsnr_eps: floor of the variance relative to the squared mean.
         trust_clip: bounds ``(lo, hi)`` of the ratio, or None.
         adapt: False for a ratio of 1; meant for the param group of biases and normalisation weights.
+        reduction: what becomes of DeepSpeed's own reduction of gradients at ZeRO stages 1 to 3. "fused" replaces it,
+            "observe" looks on beside it, "auto" replaces it wherever that is exact.
+        ranks_per_node: so many consecutive ranks exchange gradients, and only moments travel between such groups. None
+            to go by the launcher.
 
     Raises:
         ValueError: an argument out of its range.
@@ -53,6 +64,8 @@ class VRLARS(VROptimizer):
         gsnr_eps: float = 1e-6,
         trust_clip: tuple[float, float] | None = None,
         adapt: bool = True,
+        reduction: str = "auto",
+        ranks_per_node: int | None = None,
         **unknown: Any,
     ) -> None:
         super().__init__(
@@ -70,6 +83,8 @@ class VRLARS(VROptimizer):
                 "adapt": adapt,
             },
             unknown,
+            reduction=reduction,
+            ranks_per_node=ranks_per_node,
         )
 
     def state_keys(self, group: dict[str, Any]) -> tuple[str, ...]:
@@ -81,9 +96,7 @@ class VRLARS(VROptimizer):
             shards, [shard.tensor for shard in shards], [shard.grad for shard in shards]
         )
         for shard, layout, w, g in zip(shards, self.table(shards).layouts, weight_norms, grad_norms, strict=True):
-            group = shard.group
-            denominator = g + group["weight_decay"] * w + group["eps"]
-            ratio = trust_ratio(group["trust_coefficient"] * w, denominator, (w > 0) & (g > 0), group)
+            group, ratio = shard.group, self._trust(w, g, shard.group)
             step = shard.grad.add(shard.tensor, alpha=group["weight_decay"]).mul_(
                 over_shard(layout, ratio, shard.tensor)
             )
@@ -91,6 +104,35 @@ class VRLARS(VROptimizer):
             if group["nesterov"]:
                 buffer = step.add_(buffer, alpha=group["momentum"])
             shard.tensor.sub_(buffer, alpha=group["lr"])
+
+    @staticmethod
+    def _trust(w: Tensor, g: Tensor, group: dict[str, Any]) -> Tensor:
+        """Trust ratios of a shard's layers, given the norms of their weights and gradients."""
+        denominator = g + group["weight_decay"] * w + group["eps"]
+        return trust_ratio(group["trust_coefficient"] * w, denominator, (w > 0) & (g > 0), group)
+
+    def _kernel_update(self, shards: Sequence[Shard], table: LayerTable, sources: Sequence[Source]) -> None:
+        from ds_vrgd.kernels.momentum import lars_norms, momentum_step
+        from ds_vrgd.kernels.shared import empty_partials, sum_blocks
+
+        partials = empty_partials(table.blocks, 4)
+        for index, (shard, source) in enumerate(zip(shards, sources, strict=True)):
+            lars_norms(table.blocks, index, source, shard.tensor, partials)
+        reduces = sources[0].m2 is not None
+        weights, grads, *self._counts = sum_blocks(table.blocks, partials if reduces else partials[:2])
+        norms = [table.split(total.sqrt()) for total in self.sum_over_ranks([weights, grads])]
+        trust = torch.cat([self._trust(w, g, shard.group) for shard, w, g in zip(shards, *norms, strict=True)]).float()
+        for index, (shard, source) in enumerate(zip(shards, sources, strict=True)):
+            group = shard.group
+            momentum_step(
+                table.blocks, index, source, shard.tensor, shard.state["momentum_buffer"], lr=float(group["lr"]),
+                decay=group["weight_decay"], momentum=group["momentum"], nesterov=group["nesterov"], trust=trust,
+            )  # fmt: skip
+
+    def _plain_kernel_update(self, shards: Sequence[Shard]) -> None:
+        from ds_vrgd.kernels.shared import Source
+
+        self._kernel_update(shards, self.table(shards), [Source(shard.grad, shard.scale) for shard in shards])
 
 
 class LARS(VRLARS):

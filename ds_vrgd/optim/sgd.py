@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch.optim.sgd import sgd
 
+from ds_vrgd.moments import LayerTable
 from ds_vrgd.optim.base import VROptimizer
 from ds_vrgd.optim.shards import Shard, by_group
+
+if TYPE_CHECKING:
+    from ds_vrgd.kernels.shared import Source
 
 
 class VRSGD(VROptimizer):
@@ -22,6 +26,10 @@ class VRSGD(VROptimizer):
         weight_decay: L2 coefficient; ``weight_decay * w`` is added to ``r * gbar``.
         gamma: floor of the ratio, in (0, 1] (equation 9); 1 is ``torch.optim.SGD``, bitwise.
         gsnr_eps: floor of the variance relative to the squared mean.
+        reduction: what becomes of DeepSpeed's own reduction of gradients at ZeRO stages 1 to 3. "fused" replaces it,
+            "observe" looks on beside it, "auto" replaces it wherever that is exact.
+        ranks_per_node: so many consecutive ranks exchange gradients, and only moments travel between such groups. None
+            to go by the launcher.
 
     Raises:
         ValueError: an argument out of its range, or ``nesterov`` without momentum.
@@ -39,6 +47,8 @@ class VRSGD(VROptimizer):
         weight_decay: float = 0.0,
         gamma: float = 0.1,
         gsnr_eps: float = 1e-6,
+        reduction: str = "auto",
+        ranks_per_node: int | None = None,
         **unknown: Any,
     ) -> None:
         super().__init__(
@@ -52,6 +62,8 @@ class VRSGD(VROptimizer):
                 "gsnr_eps": gsnr_eps,
             },
             unknown,
+            reduction=reduction,
+            ranks_per_node=ranks_per_node,
         )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -81,6 +93,19 @@ class VRSGD(VROptimizer):
                 nesterov=group["nesterov"],
                 maximize=False,
             )
+
+    def _kernel_update(self, shards: Sequence[Shard], table: LayerTable, sources: Sequence[Source]) -> None:
+        from ds_vrgd.kernels.momentum import momentum_step
+        from ds_vrgd.kernels.shared import empty_partials, sum_blocks
+
+        partials = empty_partials(table.blocks, 2)
+        for index, (shard, source) in enumerate(zip(shards, sources, strict=True)):
+            group = shard.group
+            momentum_step(
+                table.blocks, index, source, shard.tensor, shard.state.get("momentum_buffer"), lr=float(group["lr"]),
+                decay=group["weight_decay"], momentum=group["momentum"], nesterov=group["nesterov"], partials=partials,
+            )  # fmt: skip
+        self._counts = list(sum_blocks(table.blocks, partials))
 
 
 class VRMomentum(VRSGD):

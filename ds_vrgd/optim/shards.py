@@ -68,12 +68,19 @@ class Shard:
         tensor: the weights, in their own shape.
         grad: the gradient that the base optimizer takes, in the same shape: ``ghat`` after GSNR.
         state: its optimizer state.
+        scale: a scalar that ``grad`` is still to be multiplied by; None for 1.
     """
 
     group: dict[str, Any]
     tensor: Tensor
     grad: Tensor
     state: dict[str, Any]
+    scale: Tensor | None = None
+
+    def settle(self) -> None:
+        """Multiply the scale into the gradient."""
+        if self.scale is not None:
+            self.grad, self.scale = self.grad * self.scale, None
 
 
 @dataclass

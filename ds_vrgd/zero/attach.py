@@ -9,8 +9,10 @@ from typing import Any
 from deepspeed.utils import logger
 
 from ds_vrgd.optim import VROptimizer
+from ds_vrgd.zero.fused import unfit
 from ds_vrgd.zero.observer import EngineObserver
 from ds_vrgd.zero.refusals import guard_compile
+from ds_vrgd.zero.topology import ranks_per_node
 from ds_vrgd.zero.wrappers import holdings_of
 
 Engine = Any
@@ -23,23 +25,46 @@ def attach(engine: Engine) -> None:
 
     Raises:
         RuntimeError: the optimizer wrapper is none that is known.
+        ValueError: fused mode was asked for, and would not be exact here.
     """
     optimizer = engine.basic_optimizer
     if not isinstance(optimizer, VROptimizer):
         return
-    holdings = holdings_of(engine)
-    observer = EngineObserver(engine, holdings)
+    reduces = any(group["gamma"] < 1.0 for group in optimizer.param_groups)
+    fused, why = choose_reduction(engine, optimizer.reduction) if reduces else (False, "gamma=1")
+    holdings = holdings_of(engine, every_group=fused)
+    per_node = ranks_per_node(optimizer.ranks_per_node, engine.device) if holdings.routes else 1
+    observer = EngineObserver(engine, holdings, fused=fused, ranks_per_node=per_node)
     optimizer.observe(observer)
     guard_compile(engine)
     _call_after(engine, "_backward_epilogue", observer.end_micro_batch)
     _call_after(engine, "_take_model_step", observer.end_window)
     if engine.global_rank == 0:
         layers = sum(len(layout.layers) for layout in holdings.layouts.values())
-        observed = len(holdings.routes) + len(holdings.copies)
         logger.info(
-            f"{type(optimizer).__name__}: {layers} layers under {type(engine.optimizer).__name__}, "
-            f"variance reduction on {observed} of them"
+            f"{type(optimizer).__name__}: {layers} layers under {type(engine.optimizer).__name__}; "
+            f"{'fused with' if fused else 'beside'} DeepSpeed's reduction: {why}"
         )
+
+
+def choose_reduction(engine: Engine, wanted: str) -> tuple[bool, str]:
+    """Whether to replace DeepSpeed's reduction, and why.
+
+    Args:
+        engine: the engine, built.
+        wanted: the optimizer's argument ``reduction``: auto, fused, observe.
+
+    Raises:
+        ValueError: fused mode was asked for, and would not be exact here.
+    """
+    if wanted == "observe":
+        return False, 'reduction="observe"'
+    reason = unfit(engine)
+    if reason is None:
+        return True, f'reduction="{wanted}"'
+    if wanted == "fused":
+        raise ValueError(f'reduction="fused" cannot serve this configuration: {reason}; or set reduction to "auto".')
+    return False, reason
 
 
 def _call_after(engine: Engine, name: str, then: Callable[[], None]) -> None:

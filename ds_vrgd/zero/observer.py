@@ -1,4 +1,4 @@
-"""Observation inside a DeepSpeed engine."""
+"""Observation inside a DeepSpeed engine, beside its own reduction or in place of it."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from typing import Any
 
 from torch import Tensor
 
-from ds_vrgd.moments import SUM_DTYPE, Moments, Ranks, ReplicatedMoments, ShardedMoments, ShardLayout
+from ds_vrgd.moments import SUM_DTYPE, Moments, NodeGroups, Ranks, ReplicatedMoments, ShardedMoments, ShardLayout
 from ds_vrgd.optim.plain import norm_of_gradients
+from ds_vrgd.zero.fused import fuse
 from ds_vrgd.zero.scale import GradientScale
 from ds_vrgd.zero.wrappers import Holdings
 
@@ -19,16 +20,19 @@ LARGEST_BUCKET = 2**25
 
 
 class EngineObserver:
-    """Hooks on the model's parameters, and the engine's word for where micro-batches and windows end.
+    """Watches the model's parameters, and takes the engine's word for where micro-batches and windows end.
 
     Args:
         engine: the engine, built.
         holdings: what its optimizer wrapper holds.
+        fused: replace the wrapper's reduction; else look on beside it, through hooks on the parameters.
+        ranks_per_node: gradients travel among so many consecutive ranks, and only moments beyond them.
     """
 
-    def __init__(self, engine: Engine, holdings: Holdings) -> None:
+    def __init__(self, engine: Engine, holdings: Holdings, *, fused: bool, ranks_per_node: int) -> None:
         self.window = 0
         self._holdings = holdings
+        self._fused = engine.optimizer if fused else None
         self._micro_batches = 0
         # In fp32 without ZeRO the optimizer has the model's parameters, and their gradients are all there is.
         self._scale = None if engine.optimizer is engine.basic_optimizer else GradientScale(engine)
@@ -40,8 +44,12 @@ class EngineObserver:
             place = {param: index for index, param in enumerate(engine.param_names)}
             routes = sorted(holdings.routes, key=lambda route: place[route.param], reverse=True)
             bucket = min(int(engine.zero_reduce_bucket_size()), LARGEST_BUCKET)
-            self._cut = ShardedMoments(routes, holdings.group, bucket)
-            self._hook([route.param for route in routes], self._cut)
+            nodes = NodeGroups.build(holdings.group, ranks_per_node)
+            self._cut = ShardedMoments(routes, holdings.group, bucket, nodes=nodes)
+            if fused:
+                fuse(engine.optimizer, self._cut)
+            else:
+                self._hook([route.param for route in routes], self._cut)
         if holdings.copies:
             params = list(holdings.copies.values())
             self._whole = ReplicatedMoments(params, engine.seq_data_parallel_group)
@@ -62,7 +70,9 @@ class EngineObserver:
         self._micro_batches += 1
         if self._scale is not None:
             self._scale.note_micro_batch()
-        if self._moments is not None:
+        if self._fused is not None:
+            self._fused.end_micro_batch()
+        elif self._moments is not None:
             self._moments.end_micro_batch()
 
     def end_window(self) -> None:
@@ -90,9 +100,11 @@ class EngineObserver:
     def gradient(self, tensor: Tensor, moments: Moments | None) -> tuple[Tensor, Tensor | None]:
         """The mean of the chunks, summed in fp32, at the scale of the gradient that DeepSpeed handed over."""
         assert tensor.grad is not None
+        if self._scale is not None and self._fused is not None:  # the total itself is in .grad, and not scaled yet
+            return tensor.grad, self._scale.of_total(tensor.device).to(tensor.dtype)
         if self._scale is None or moments is None:
             return tensor.grad, None
-        factor = self._scale.of_chunk_mean(self._micro_batches / moments.parts, moments.total.device)
+        factor = self._scale.of_total(moments.total.device) * (self._micro_batches / moments.parts)
         return moments.total, factor.to(moments.total.dtype)
 
     def grad_norm(self, tensors: Sequence[Tensor]) -> Tensor:

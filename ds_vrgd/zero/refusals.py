@@ -87,12 +87,6 @@ def _sparse_gradients(engine: Engine) -> str | None:
     return None
 
 
-def _quantized_gradients(engine: Engine) -> str | None:
-    if _stage(engine) == 3 and engine.zero_quantized_gradients():
-        return "zero_optimization.zero_quantized_gradients=true: the mean gradient is quantised. Set it to false"
-    return None
-
-
 def _has_several_devices(engine: Engine) -> bool:
     return bool(engine.device.type != "cpu" and torch.distributed.get_world_size() > 1)
 
@@ -158,7 +152,6 @@ REFUSALS: tuple[Callable[[Engine], str | None], ...] = (
     _partial_offload,
     _nvme_offload,
     _sparse_gradients,
-    _quantized_gradients,
     _compiled_model,
     _half_precision_masters,
     _pipeline,

@@ -49,10 +49,10 @@ class GradientScale:
             return torch.ones((), device=device)
         return torch.clamp(clip / (self.norm(device) + CLIP_EPS), max=1.0)
 
-    def of_chunk_mean(self, micro_batches: float, device: torch.device) -> Tensor:
-        """Factor from the mean of the chunks' gradients, as autograd hands them out, to the step's: a scalar.
+    def of_total(self, device: torch.device) -> Tensor:
+        """Factor from the sum over the window's micro-batches of the mean over the ranks to the step's gradient.
 
-        A chunk's gradient comes multiplied by ``loss_scale / accumulation``, and the step wants the sum over the
-        window's micro-batches of the mean over the ranks.
+        Autograd hands out gradients multiplied by ``loss_scale / accumulation``, and the step wants their sum without
+        the loss scale, clipped. A scalar.
         """
-        return self.clipping(device) * (micro_batches / self._loss_scale)
+        return self.clipping(device) / self._loss_scale

@@ -20,6 +20,7 @@ from torch import Tensor
 from ds_vrgd.moments import Layer, Route, Segment, ShardLayout
 
 Engine = Any
+Choice = Callable[[dict[str, Any]], bool]
 
 
 @dataclass
@@ -39,8 +40,12 @@ class Holdings:
     copies: dict[Tensor, Tensor] = field(default_factory=dict)
 
 
-def holdings_of(engine: Engine) -> Holdings:
+def holdings_of(engine: Engine, *, every_group: bool = False) -> Holdings:
     """Read the engine's optimizer wrapper.
+
+    Args:
+        engine: the engine, built.
+        every_group: route also the param groups whose gamma is 1, for their gradient alone.
 
     Raises:
         RuntimeError: the wrapper is none that is known.
@@ -48,7 +53,7 @@ def holdings_of(engine: Engine) -> Holdings:
     wrapper = engine.optimizer
     if wrapper is engine.basic_optimizer:
         return _unwrapped(engine)
-    readers: dict[type, Callable[[Engine], Holdings]] = {
+    readers: dict[type, Callable[[Engine, Choice], Holdings]] = {
         FP16_UnfusedOptimizer: _unfused,
         BF16_Optimizer: _bf16,
         DeepSpeedZeroOptimizer: _stages_1_and_2,
@@ -59,7 +64,7 @@ def holdings_of(engine: Engine) -> Holdings:
             f"DeepSpeed built a {type(wrapper).__name__}, which ds_vrgd does not know, so no statistics would be "
             "right. Please report it with your DeepSpeed configuration."
         )
-    return readers[type(wrapper)](engine)
+    return readers[type(wrapper)](engine, (lambda group: True) if every_group else _observed)
 
 
 def _observed(group: dict[str, Any]) -> bool:
@@ -77,29 +82,29 @@ def _unwrapped(engine: Engine) -> Holdings:
     return held
 
 
-def _unfused(engine: Engine) -> Holdings:
+def _unfused(engine: Engine, chosen: Choice) -> Holdings:
     """Stage 0 in bf16: the optimizer has an fp32 copy of each parameter."""
     held, wrapper = Holdings(), engine.optimizer
     groups = zip(wrapper.optimizer.param_groups, wrapper.fp16_groups, wrapper.fp32_groups, strict=True)
     for group, params, copies in groups:
         for param, copy in zip(params, copies, strict=True):
             held.layouts[copy] = ShardLayout.whole(engine.param_names[param], param.numel())
-            if _observed(group):
+            if chosen(group):
                 held.copies[copy] = param
     return held
 
 
-def _bf16(engine: Engine) -> Holdings:
+def _bf16(engine: Engine, chosen: Choice) -> Holdings:
     """Stage 1 in bf16 with fp32 accumulation: parameters end to end in one flat buffer a group."""
     wrapper = engine.optimizer
     held = Holdings(group=wrapper.real_dp_process_group[0])
     groups = zip(wrapper.optimizer.param_groups, wrapper.bf16_groups, wrapper.fp32_groups_flat_partition, strict=True)
     for group, params, shard in groups:
-        _add_flat_group(held, engine, group, params, _end_to_end(params), shard)
+        _add_flat_group(held, engine, chosen(group), params, _end_to_end(params), shard)
     return held
 
 
-def _stages_1_and_2(engine: Engine) -> Holdings:
+def _stages_1_and_2(engine: Engine, chosen: Choice) -> Holdings:
     """Stages 1 and 2: parameters in the order of ``round_robin_bit16_groups``, perhaps with gaps between them."""
     wrapper = engine.optimizer
     held = Holdings(group=wrapper.real_dp_process_group[0])
@@ -111,7 +116,7 @@ def _stages_1_and_2(engine: Engine) -> Holdings:
         strict=True,
     )
     for group, params, offsets, shard in groups:
-        _add_flat_group(held, engine, group, params, offsets, shard)
+        _add_flat_group(held, engine, chosen(group), params, offsets, shard)
     return held
 
 
@@ -126,7 +131,7 @@ def _end_to_end(params: Sequence[Tensor]) -> list[int]:
 def _add_flat_group(
     held: Holdings,
     engine: Engine,
-    group: dict[str, Any],
+    routed: bool,
     params: Sequence[Tensor],
     offsets: Sequence[int],
     shard: Tensor,
@@ -138,10 +143,10 @@ def _add_flat_group(
         begin, end = max(offset, rank * size), min(offset + param.numel(), (rank + 1) * size)
         if begin < end:
             segments.append(Segment(index, begin - rank * size, end - begin, begin - offset))
-        if _observed(group):
+        if routed:
             name = engine.param_names[param]
-            runs = _runs_across(offset, param.numel(), size)
-            held.routes.append(Route(param, name, param.numel(), runs, shard, begin - rank * size))
+            runs, place = _runs_across(offset, param.numel(), size), len(held.routes)
+            held.routes.append(Route(param, name, param.numel(), runs, shard, begin - rank * size, place=place))
     layers = tuple(Layer(engine.param_names[param], param.numel()) for param in params)
     held.layouts[shard] = ShardLayout(layers, tuple(segments), size)
 
@@ -157,7 +162,7 @@ def _runs_across(offset: int, numel: int, size: int) -> tuple[tuple[int, int], .
     return tuple(runs)
 
 
-def _stage_3(engine: Engine) -> Holdings:
+def _stage_3(engine: Engine, chosen: Choice) -> Holdings:
     """Stage 3: every parameter cut into equal slots over all ranks; the tail of the last is uninitialised memory."""
     wrapper = engine.optimizer
     held = Holdings(group=wrapper.dp_process_group)
@@ -173,10 +178,9 @@ def _stage_3(engine: Engine) -> Holdings:
             own = dict(runs).get(rank, 0)
             if own:
                 segments.append(Segment(index, start, own, rank * slot))
-            if _observed(group):
-                held.routes.append(
-                    Route(param, engine.param_names[param], param.ds_numel, runs, shard, start, slot=slot)
-                )
+            if chosen(group):
+                name, place = engine.param_names[param], len(held.routes)
+                held.routes.append(Route(param, name, param.ds_numel, runs, shard, start, slot=slot, place=place))
         layers = tuple(Layer(engine.param_names[param], param.ds_numel) for param in params)
         held.layouts[shard] = ShardLayout(layers, tuple(segments), shard.numel())
     return held

@@ -42,6 +42,10 @@ WRONG: list[tuple[str, Any, str]] = [
     ("bias_correction", 0, "bias_correction=0 must be true or false"),
     ("adapt", "no", "adapt='no' must be true or false"),
     ("prenormalize", None, "prenormalize=None must be true or false"),
+    ("gsnr_dtype", "float16", 'gsnr_dtype=\'float16\' must be "float32" or "bfloat16"'),
+    ("reduction", "both", 'reduction=\'both\' must be "auto", "fused" or "observe"'),
+    ("ranks_per_node", 0, "ranks_per_node=0 is out of range: must be None or an integer >= 1"),
+    ("ranks_per_node", True, "ranks_per_node=True is out of range"),
 ]
 # The ends of the ranges that are inside them.
 RIGHT: list[tuple[str, Any]] = [
@@ -56,7 +60,13 @@ RIGHT: list[tuple[str, Any]] = [
     ("gamma", 1),
     ("trust_clip", None),
     ("trust_clip", [0.0, 0.0]),
+    ("gsnr_dtype", torch.bfloat16),
+    ("reduction", "fused"),
+    ("ranks_per_node", 1),
 ]
+
+#: Arguments of the optimizer that no param group has.
+OF_THE_ENGINE = ("reduction", "ranks_per_node")
 
 
 def weight() -> nn.Parameter:
@@ -64,7 +74,7 @@ def weight() -> nn.Parameter:
 
 
 def takes(cls: type[VROptimizer], name: str) -> bool:
-    return name in cls([weight()]).defaults and not (name in GSNR and not cls.reduces_variance)
+    return name in (*cls([weight()]).defaults, *OF_THE_ENGINE) and not (name in GSNR and not cls.reduces_variance)
 
 
 def test_every_checked_argument_is_tried() -> None:
@@ -83,6 +93,8 @@ def test_out_of_range(name: str, value: Any, message: str) -> None:
     for cls in takers:
         with pytest.raises(ValueError, match=re.escape(message)):
             cls([weight()], **{name: value})
+        if name in OF_THE_ENGINE:
+            continue
         with pytest.raises(ValueError, match=re.escape(message)):
             cls([{"params": [weight()]}, {"params": [weight()], name: value}])
         optimizer = cls([weight()])
@@ -94,7 +106,9 @@ def test_out_of_range(name: str, value: Any, message: str) -> None:
 def test_ends_of_the_range(name: str, value: Any) -> None:
     for cls in OPTIMIZERS.values():
         if takes(cls, name) and not (name == "momentum" and cls is VRMomentum):
-            assert cls([weight()], **{name: value}).param_groups[0][name] == value
+            optimizer = cls([weight()], **{name: value})
+            found = getattr(optimizer, name) if name in OF_THE_ENGINE else optimizer.param_groups[0][name]
+            assert found == value
 
 
 @pytest.mark.parametrize("cls", OPTIMIZERS.values())
@@ -105,7 +119,9 @@ def test_an_unknown_argument_is_named_with_the_known_ones(cls: type[VROptimizer]
     assert "lr" in offered
     assert offered == sorted(offered)
     for name in offered:  # what is offered is accepted
-        cls([weight()], **{name: cls([weight()]).defaults[name]})
+        optimizer = cls([weight()])
+        default = getattr(optimizer, name) if name in OF_THE_ENGINE else optimizer.defaults[name]
+        cls([weight()], **{name: default})
 
 
 def test_keys_of_a_group_that_are_no_argument_are_left_alone() -> None:

@@ -60,6 +60,8 @@ class Case:
         autocast: DeepSpeed's ``torch_autocast`` in bf16, with fp32 weights.
         compiled: ``engine.compile()``, without code generation.
         unmanaged: the accumulation boundary is where the program steps, not where DeepSpeed counts it.
+        reduction: the optimizer's argument: auto, fused, observe.
+        ranks_per_node: the optimizer's argument, or None for one node.
     """
 
     optimizer: str
@@ -78,9 +80,22 @@ class Case:
     autocast: bool = False
     compiled: bool = False
     unmanaged: bool = False
+    reduction: str = "auto"
+    ranks_per_node: int | None = None
 
     def hyper(self) -> dict[str, Any]:
         return {**ARGUMENTS[self.optimizer], **self.arguments}
+
+    def given(self) -> dict[str, Any]:
+        """All arguments of the optimizer."""
+        told = {"reduction": self.reduction, "ranks_per_node": self.ranks_per_node}
+        defaults = {"reduction": "auto", "ranks_per_node": None}
+        return self.hyper() | {name: value for name, value in told.items() if value != defaults[name]}
+
+    def is_fused(self) -> bool:
+        """Whether our exchange replaces DeepSpeed's reduction."""
+        beside = self.stage == 0 or self.reduction == "observe" or "offload_optimizer" in self.zero
+        return not (beside or (self.stage == 1 and (self.dtype, self.accum_dtype) == ("bf16", "fp32")))
 
     def without_decay(self) -> dict[str, Any]:
         return {"adapt": False} if self.optimizer in ADAPTIVE else {}
@@ -96,7 +111,7 @@ class Case:
             "train_batch_size": 4 * self.accumulation * world,
             "gradient_clipping": self.clip,
             "zero_optimization": zero | dict(self.zero),
-            "optimizer": {"type": self.optimizer, "params": self.hyper()},
+            "optimizer": {"type": self.optimizer, "params": self.given()},
             "steps_per_print": 10**9,
         }
         if self.dtype == "bf16":
@@ -144,9 +159,9 @@ def build(case: Case, world: int, config: dict[str, Any] | None = None) -> Any:
     groups = param_groups(model, **case.without_decay())
     arguments: dict[str, Any] = {}
     if case.entry == "instance":
-        arguments["optimizer"] = OPTIMIZERS[case.optimizer](groups, **case.hyper())
+        arguments["optimizer"] = OPTIMIZERS[case.optimizer](groups, **case.given())
     elif case.entry == "factory":
-        arguments["optimizer"] = lambda params: OPTIMIZERS[case.optimizer](params, **case.hyper())
+        arguments["optimizer"] = lambda params: OPTIMIZERS[case.optimizer](params, **case.given())
     engine, *_ = deepspeed.initialize(model=model, model_parameters=groups, config=config, **arguments)
     if case.compiled:
         engine.compile(backend="aot_eager")

@@ -13,7 +13,9 @@ from ds_vrgd.optim import OPTIMIZERS
 from tests.support.ranks import DEVICE
 from tests.support.trajectory import Case
 
-WORLDS = (1, 2, 3) if DEVICE == "cpu" else tuple(range(1, min(3, torch.cuda.device_count()) + 1))
+#: Ranks that there are devices for.
+AT_MOST = 4 if DEVICE == "cpu" else torch.cuda.device_count()
+WORLDS = tuple(range(1, min(3, AT_MOST) + 1))
 ACCUMULATIONS = (1, 4)
 
 #: (stage, dtype, accumulation dtype): every wrapper that DeepSpeed has for a client optimizer.
@@ -50,8 +52,12 @@ def matrix() -> Iterator[tuple[int, str, Case]]:
 def identify(case: Case, note: str = "") -> str:
     """A readable test id."""
     accum = f"+{case.accum_dtype}" if case.accum_dtype else ""
+    note = "-".join(part for part in (note, "" if case.reduction == "auto" else case.reduction) if part)
     return f"{case.optimizer}-z{case.stage}-{case.dtype}{accum}-gas{case.accumulation}{'-' + note if note else ''}"
 
+
+#: Optimizers that reduce variance.
+REDUCING = tuple(name for name, cls in OPTIMIZERS.items() if cls.reduces_variance)
 
 BASE = Case("VRLAMB", 2, "fp32", 4)
 
@@ -74,11 +80,21 @@ NEUTRAL: tuple[tuple[str, tuple[int, ...], dict[str, Any]], ...] = (
 
 
 def variants() -> Iterator[tuple[int, str, Case]]:
-    """Settings around one optimizer, two and three ranks."""
+    """Settings around one optimizer, and the ways in which gradients travel."""
     for note, stages, zero in NEUTRAL:
-        for stage in stages:
-            case = replace(BASE, stage=stage, zero=zero)
+        for stage, reduction in product(stages, ("auto", "observe")):
+            case = replace(BASE, stage=stage, zero=zero, reduction=reduction)
             yield 2, identify(case, note), case
+    for optimizer, engine, accumulation in product(REDUCING, ENGINES, ACCUMULATIONS):
+        stage, dtype, accum_dtype = engine
+        if stage > 0:
+            case = Case(optimizer, stage, dtype, accumulation, accum_dtype, reduction="observe")
+            yield 2, identify(case), case
+    for optimizer, engine, reduction in product(("VRLAMB", "VRSGD"), ENGINES, ("auto", "observe")):
+        stage, dtype, accum_dtype = engine
+        if stage > 0:
+            case = Case(optimizer, stage, dtype, 2, accum_dtype, reduction=reduction, ranks_per_node=2)
+            yield 4, identify(case, "two_nodes"), case
     for stage, checkpointing in product((0, 1, 2, 3), ("reentrant", "non-reentrant")):
         case = replace(BASE, stage=stage, checkpointing=checkpointing)
         yield 2, identify(case, checkpointing), case
@@ -121,4 +137,4 @@ OPTIONS: tuple[dict[str, Any], ...] = (
 
 def all_cases() -> list[tuple[int, str, Case]]:
     """Everything that there are devices for; ids are unique within a world."""
-    return [(world, name, case) for world, name, case in (*matrix(), *variants()) if world in WORLDS]
+    return [(world, name, case) for world, name, case in (*matrix(), *variants()) if world <= AT_MOST]

@@ -29,6 +29,10 @@ to the embedding and a frozen weight; two param groups; a reduction bucket of 30
 the embedding in three. The chunk gradients come from a plain copy of the model that holds the engine's weights, in
 the model's dtype: one backward pass a chunk, no engine and no hook.
 
+Where DeepSpeed allows it, and so at stages 1 to 3 but for one wrapper, the optimizer replaces DeepSpeed's reduction
+(`reduction` auto: fused mode); the rows called "observe" look on beside it, and those called "two nodes" send gradients
+only inside groups of two ranks and moments between them.
+
 In bf16 and fp16 a VR optimizer takes the mean from the chunks, summed in fp32, and not DeepSpeed's own, which is
 rounded to the model's dtype: hence the figures of fp32. LARS and LAMB (gamma = 1) observe nothing and take
 DeepSpeed's mean; in half precision their reference is given that mean, so the figure is the error of the optimizer
@@ -39,11 +43,11 @@ alone.
 """
 
 INVARIANCE = """\
-## Settings around VRLAMB
+## Settings, and the ways in which gradients travel
 
 None of these may change the ratio: `tests/zero/test_exactness.py` also compares the layers' raw GSNR and the clamped
 fractions of the first step with those of the plain configuration. Under clipping in half precision the norm is
-DeepSpeed's, taken from its own rounded mean: the bound is then 5e-3 of the distance moved.
+DeepSpeed's where it reduces, taken from its own rounded mean: the bound is then 5e-3 of the distance moved.
 """
 
 
@@ -82,8 +86,8 @@ class ExactnessTable:
     def variants(self) -> list[str]:
         """Markdown lines: the settings around VRLAMB."""
         lines = [
-            "| setting | ranks | stage | dtype | of the weights | of the distance moved |",
-            "| --- | --- | --- | --- | --- | --- |",
+            "| setting | optimizer | ranks x micro-batches | stage | dtype | of the weights | of the distance moved |",
+            "| --- | --- | --- | --- | --- | --- | --- |",
         ]
         for world, name, case in variants():
             outcome = self._outcomes.get((world, name))
@@ -94,7 +98,8 @@ class ExactnessTable:
             )
             note = name.split(f"gas{case.accumulation}-", 1)[1].replace("_", " ")
             dtype = f"{case.dtype}, {case.accum_dtype} accumulation" if case.accum_dtype else case.dtype
-            lines.append(f"| {note} | {world} | {case.stage} | {dtype} | {cells[0]} | {cells[1]} |")
+            split = f"{world} x {case.accumulation}"
+            lines.append(f"| {note} | {case.optimizer} | {split} | {case.stage} | {dtype} | {cells[0]} | {cells[1]} |")
         return lines
 
     def write(self, path: Path) -> None:

@@ -15,7 +15,7 @@ from tests.zero.table import ExactnessTable
 
 # Norm-wise after 5 steps in fp32, and for fp32 masters given the same half-precision chunk gradients.
 OF_WEIGHTS = 8e-7
-# Where DeepSpeed's clipping multiplies in the norm of its own, rounded mean.
+# Where DeepSpeed's clipping multiplies in the norm of its own, rounded mean: beside its reduction, not in its place.
 OF_DISTANCE = 5e-3
 
 
@@ -38,7 +38,7 @@ def test_trajectory_follows_the_reference(outcomes: Outcomes, world: int, name: 
         return
     assert isinstance(outcome, Result), outcome
     assert outcome.moved > 5e-3, "the steps are too small to tell anything"
-    if case.clip and case.dtype != "fp32":
+    if case.clip and case.dtype != "fp32" and not case.is_fused():
         assert outcome.of_distance <= OF_DISTANCE
     else:
         assert outcome.of_weights <= OF_WEIGHTS
@@ -64,10 +64,12 @@ def same_ratio(one: Result | str, other: Result | str) -> None:
         assert layer.clamped_high == pytest.approx(twin.clamped_high, abs=1e-3), name
 
 
+@pytest.mark.parametrize("reduction", ["auto", "observe"])
 @pytest.mark.parametrize(("stage", "note"), [(stage, note) for note, stages, _ in NEUTRAL for stage in stages])
-def test_ratio_does_not_depend_on_the_setting(outcomes: Outcomes, stage: int, note: str) -> None:
+def test_ratio_does_not_depend_on_the_setting(outcomes: Outcomes, stage: int, note: str, reduction: str) -> None:
     plain = replace(BASE, stage=stage)
-    same_ratio(outcomes[2, identify(plain)], outcomes[2, identify(plain, note)])
+    varied = replace(plain, reduction=reduction)
+    same_ratio(outcomes[2, identify(plain)], outcomes[2, identify(varied, note)])
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])

@@ -51,10 +51,6 @@ SETTINGS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
         {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": "/nowhere"}}},
         ("offload_optimizer.device=nvme", "Use cpu"),
     ),
-    "quantised gradients": (
-        {"zero_optimization": {"stage": 3, "zero_quantized_gradients": True}},
-        ("zero_quantized_gradients=true", "Set it to false"),
-    ),
     "bf16 masters": (
         {
             "bf16": {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True},
