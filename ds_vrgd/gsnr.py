@@ -10,8 +10,12 @@ equations 2 and 7 to 9; McCandlish et al. 2018, appendix A.1, for the noise scal
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 import torch
 from torch import Tensor
+
+_Integers = TypeVar("_Integers", int, Tensor)
 
 
 def raw_ratio(mean: Tensor, m2: Tensor, k: int, gsnr_eps: float) -> Tensor:
@@ -52,7 +56,7 @@ def clamped_ratio(ratio: Tensor, gamma: float) -> Tensor:
 
 def rounding_seed(step: int) -> int:
     """Seed of :func:`round_stochastically` for a step: a signed 32-bit number."""
-    seed = int(_mixed(torch.tensor(step % 2**32)))
+    seed = _mixed(step % 2**32)
     return seed - 2**32 if seed >= 2**31 else seed
 
 
@@ -76,7 +80,7 @@ def round_stochastically(values: Tensor, index: Tensor, seed: int) -> Tensor:
     return torch.where(bits >= 2**31, bits - 2**32, bits).to(torch.int32).view(torch.float32).to(torch.bfloat16)
 
 
-def _mixed(x: Tensor) -> Tensor:
+def _mixed(x: _Integers) -> _Integers:
     """A hash of 32-bit integers, held in int64 ("lowbias32" of C. Wellons' hash-prospector)."""
     x = ((x ^ (x >> 16)) * 0x7FEB352D) & 0xFFFFFFFF
     x = ((x ^ (x >> 15)) * 0x846CA68B) & 0xFFFFFFFF

@@ -13,6 +13,7 @@ from ds_vrgd import gsnr
 from ds_vrgd.moments import LayerTable
 from ds_vrgd.optim.base import VROptimizer
 from ds_vrgd.optim.shards import Shard, by_group
+from ds_vrgd.optim.sources import with_average
 
 if TYPE_CHECKING:
     from ds_vrgd.kernels.adam import AdamState
@@ -28,7 +29,7 @@ def adam_state(shard: Shard) -> AdamState:
     steps = int(state["step"])
     debias = group.get("bias_correction", True)
     return AdamState(
-        shard.tensor, state["exp_avg"], state["exp_avg_sq"], group["eps"], group["weight_decay"],
+        shard.tensor, state["exp_avg"], state["exp_avg_sq"], float(group["eps"]), float(group["weight_decay"]),
         1.0 - beta1, beta2, 1.0 - beta2,
         1.0 / (1.0 - beta1**steps) if debias else 1.0, (1.0 - beta2**steps) ** -0.5 if debias else 1.0,
     )  # fmt: skip
@@ -132,7 +133,7 @@ class VRAdam(VROptimizer):
         for index, (shard, source) in enumerate(zip(shards, sources, strict=True)):
             shard.state["step"] += 1
             lr = float(shard.group["lr"])
-            averaged, begins = self._with_average(shard, source)
+            averaged, begins = with_average(shard, source)
             adam_step(
                 table.blocks, index, averaged, adam_state(shard), partials,
                 lr=lr, shrink=1.0 - lr * shard.group["weight_decay"],

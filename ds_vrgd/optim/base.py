@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -12,19 +11,18 @@ import torch
 from torch import Tensor
 
 from ds_vrgd import gsnr, kernels
-from ds_vrgd.moments import SUM_DTYPE, LayerTable, Moments
+from ds_vrgd.moments import LayerTable, Moments
 from ds_vrgd.optim import arguments
+from ds_vrgd.optim.average import averaged, dtype_of_average
 from ds_vrgd.optim.plain import PlainObserver
 from ds_vrgd.optim.shards import LayerStatistics, Observer, Shard
+from ds_vrgd.optim.sources import sources_with_sums
+from ds_vrgd.optim.verify import verify_direction
 
 if TYPE_CHECKING:
     from ds_vrgd.kernels.shared import Source
 
 FEW_CHUNKS = 8
-
-# Cosine between the mean of the chunks and the gradient that step() is handed. Clipping leaves it at 1 and rounding to
-# bf16 above 0.999; a model that no engine and no DDP reduces has about 1/sqrt(ranks) where noise dominates.
-SAME_DIRECTION = 0.9
 
 # Sets of shards whose layers are kept side by side; a model that leaves out other parameters in each step has many.
 MOST_TABLES = 64
@@ -165,6 +163,7 @@ class VROptimizer(torch.optim.Optimizer):
             gradient, shard.scale = self.observer.gradient(shard.tensor, None)
             shard.grad = gradient.view_as(shard.tensor)
         moments = self._moments(reduced) if reduced else []
+        self._prescale(shards)
         if self._fit_for_kernels(shards, moments):
             if reduced:
                 table = self.table(reduced)
@@ -196,19 +195,17 @@ class VROptimizer(torch.optim.Optimizer):
             keys = (*keys, "exp_avg_gsnr")
         for key in keys:
             if key not in shard.state:
-                dtype = self._average_dtype(shard) if key == "exp_avg_gsnr" else None
+                dtype = dtype_of_average(shard) if key == "exp_avg_gsnr" else None
                 shard.state[key] = torch.zeros_like(shard.tensor, dtype=dtype, memory_format=torch.preserve_format)
         if "exp_avg_gsnr" in shard.state:  # torch casts state to the weights' dtype when it loads a checkpoint
-            shard.state["exp_avg_gsnr"] = shard.state["exp_avg_gsnr"].to(self._average_dtype(shard))
-
-    @staticmethod
-    def _average_dtype(shard: Shard) -> torch.dtype:
-        halved = str(shard.group["gsnr_dtype"]).endswith("bfloat16")
-        return torch.bfloat16 if halved else shard.tensor.dtype
+            shard.state["exp_avg_gsnr"] = shard.state["exp_avg_gsnr"].to(dtype_of_average(shard))
 
     def state_keys(self, group: dict[str, Any]) -> tuple[str, ...]:
         """Per-element state that the base optimizer keeps for a param group."""
         raise NotImplementedError
+
+    def _prescale(self, shards: Sequence[Shard]) -> None:
+        """Bring the base optimizer's own factors, if it has any, into the shards' scales."""
 
     def _update(self, shards: Sequence[Shard]) -> None:
         """The base optimizer's step on ``shard.grad``."""
@@ -227,7 +224,7 @@ class VROptimizer(torch.optim.Optimizer):
         if self._first_window is None:
             self._first_window = self.observer.window
         if self.observer.window == self._first_window:
-            self._verify(self.table(shards), handed, moments)
+            verify_direction(self.table(shards), self.observer.ranks, handed, moments)
         return moments
 
     def _scale_by_ratio(self, shards: Sequence[Shard], moments: Sequence[Moments]) -> None:
@@ -252,7 +249,7 @@ class VROptimizer(torch.optim.Optimizer):
             high.append(layout.sums((ratio > 1.0).to(ratio.dtype), 1))
             ratio = gsnr.clamped_ratio(ratio, gamma).view_as(shard.grad)
             if self.averages_ratio:
-                ratio = self._averaged(shard, ratio)
+                ratio = averaged(shard, layout, ratio)
             shard.settle()
             shard.grad = (ratio * shard.grad).to(shard.tensor.dtype)
         self._counts = [torch.cat(low), torch.cat(high)]
@@ -265,26 +262,6 @@ class VROptimizer(torch.optim.Optimizer):
             self._statistics, self._statistics_window = [], self.observer.window
         self._statistics.append(LayerStatistics(table, self._k, layer_mean, square_sum, variance_sum))
         return layer_mean
-
-    def _verify(self, table: LayerTable, handed: Sequence[Tensor], moments: Sequence[Moments]) -> None:
-        """In the first window: is the gradient that was handed over the mean of the observed chunks?"""
-        if all(a.data_ptr() == b.total.data_ptr() for a, b in zip(handed, moments, strict=True)):
-            return  # the same memory: fused mode hands over nothing else
-        sums = [torch.zeros(3, dtype=SUM_DTYPE, device=handed[0].device)]
-        for layout, given, of_shard in zip(table.layouts, handed, moments, strict=True):
-            mean = of_shard.total  # a positive factor does not turn it
-            for segment in layout.segments:
-                run = slice(segment.start, segment.start + segment.numel)
-                a, b = given.flatten()[run].to(SUM_DTYPE), mean[run].to(SUM_DTYPE)
-                sums.append(torch.stack([a @ b, a @ a, b @ b]))
-        product, given_square, mean_square = self.observer.ranks.sum([torch.stack(sums).sum(0)])[0].tolist()
-        norms = math.sqrt(given_square * mean_square)
-        if norms > 0 and product < SAME_DIRECTION * norms:
-            raise RuntimeError(
-                f"the gradient handed to step() is not the mean of the chunks that were observed (cosine "
-                f"{product / norms:.3f}). Under torch.distributed the model must be wrapped in DistributedDataParallel "
-                "or a DeepSpeed engine, and every backward pass must accumulate into .grad."
-            )
 
     def _chunks(self) -> int:
         """The k of this window, checked."""
@@ -304,28 +281,6 @@ class VROptimizer(torch.optim.Optimizer):
             )
         return k
 
-    def _averaged(self, shard: Shard, ratio: Tensor) -> Tensor:
-        """Debiased running mean of the ratio over the steps, in the units of the ratio.
-
-        An average that begins late (a checkpoint of the base optimizer brought ``step`` but no average) begins as if
-        every earlier ratio had equalled the first, which keeps its debiasing exact.
-        """
-        beta3: float = shard.group["beta3"]
-        steps = int(shard.state["step"]) + 1
-        begins = "exp_avg_gsnr" not in shard.state
-        before = ratio * (1.0 - beta3 ** (steps - 1)) if begins else shard.state["exp_avg_gsnr"].to(ratio.dtype)
-        average = (before * beta3).add_(ratio, alpha=1.0 - beta3)
-        if self._average_dtype(shard) == torch.bfloat16:
-            places = self.observer.layout(shard.tensor).places(average.device)
-            kept = gsnr.round_stochastically(average.flatten().float(), places, gsnr.rounding_seed(steps))
-        else:
-            kept = average.to(shard.tensor.dtype)
-        if begins:
-            shard.state["exp_avg_gsnr"] = torch.empty_like(shard.tensor, dtype=kept.dtype)
-        shard.state["exp_avg_gsnr"].copy_(kept.view_as(average))
-        debiased: Tensor = average / (1.0 - beta3**steps)
-        return debiased
-
     # -- kernels ------------------------------------------------------------------------------------------------------
 
     def _fit_for_kernels(self, shards: Sequence[Shard], moments: Sequence[Moments]) -> bool:
@@ -337,31 +292,9 @@ class VROptimizer(torch.optim.Optimizer):
 
     def _sources(self, shards: Sequence[Shard], table: LayerTable, moments: Sequence[Moments]) -> list[Source]:
         """Measure the ratio's sums; returns what the update kernels read of every shard."""
-        from ds_vrgd.kernels.ratio import ratio_sums
-        from ds_vrgd.kernels.shared import Source, empty_partials, sum_blocks
-
-        sources = []
-        partials = empty_partials(table.blocks, 3)
-        for index, (shard, of_shard) in enumerate(zip(shards, moments, strict=True)):
-            beta3, steps = shard.group.get("beta3", 0.0), int(shard.state.get("step", 0)) + 1
-            is_total = shard.grad.data_ptr() == of_shard.total.data_ptr()
-            source = Source(
-                None if is_total else shard.grad, shard.scale, of_shard.total, of_shard.m2,
-                k=float(self._k), parts=float(of_shard.parts), gsnr_eps=shard.group["gsnr_eps"],
-                gamma=shard.group["gamma"], beta3=beta3, rest3=1.0 - beta3, debias=1.0 / (1.0 - beta3**steps),
-                earlier=1.0 - beta3 ** (steps - 1),
-            )  # fmt: skip
-            ratio_sums(table.blocks, index, source, partials)
-            sources.append(source)
-        means = self._note(table, *sum_blocks(table.blocks, partials))
+        sources, sums = sources_with_sums(shards, table, moments, self._k)
+        means = self._note(table, *sums)
         return [source._replace(means=means) for source in sources]
-
-    def _with_average(self, shard: Shard, source: Source) -> tuple[Source, bool]:
-        """The source with its running mean of the ratio, and whether that begins in this step."""
-        begins = "exp_avg_gsnr" not in shard.state
-        if begins:
-            shard.state["exp_avg_gsnr"] = torch.empty_like(shard.tensor, dtype=self._average_dtype(shard))
-        return source._replace(average=shard.state["exp_avg_gsnr"]), begins
 
     def _kernel_update(self, shards: Sequence[Shard], table: LayerTable, sources: Sequence[Source]) -> None:
         """The base optimizer's step in kernels; leaves the numbers of clamped elements in ``_counts``."""

@@ -14,6 +14,7 @@ from ds_vrgd.optim.adam import adam_state
 from ds_vrgd.optim.arguments import refuse_gsnr
 from ds_vrgd.optim.base import VROptimizer
 from ds_vrgd.optim.shards import Shard
+from ds_vrgd.optim.sources import with_average
 from ds_vrgd.optim.trust import over_shard, trust_ratio
 
 if TYPE_CHECKING:
@@ -103,7 +104,6 @@ class VRLAMB(VROptimizer):
         return ("exp_avg", "exp_avg_sq")
 
     def _update(self, shards: Sequence[Shard]) -> None:
-        self._prenormalize(shards)
         updates = [self._direction(shard) for shard in shards]
         weight_norms, update_norms = self.layer_norms(shards, [shard.tensor for shard in shards], updates)
         layouts = self.table(shards).layouts
@@ -111,14 +111,15 @@ class VRLAMB(VROptimizer):
             ratio = trust_ratio(w, u, (w > 0) & (u > 0), shard.group)
             shard.tensor.sub_(over_shard(layout, ratio * shard.group["lr"], shard.tensor) * update)
 
-    def _prenormalize(self, shards: Sequence[Shard]) -> None:
-        """Divide by the gradient's norm; that the ratio is already multiplied in makes no difference."""
+    def _prescale(self, shards: Sequence[Shard]) -> None:
+        """Divide by the gradient's norm over the whole model, where the group says so."""
         chosen = [shard for shard in shards if shard.group["prenormalize"]]
         if chosen:
             norm = self.observer.grad_norm([shard.tensor for shard in shards])
-            divisor = torch.where(norm > 0, norm, torch.ones_like(norm))
+            factor = torch.where(norm > 0, 1.0 / norm, torch.ones_like(norm))
             for shard in chosen:
-                shard.grad = shard.grad / divisor.to(shard.grad.dtype)
+                own = factor.to(shard.grad.dtype)
+                shard.scale = own if shard.scale is None else shard.scale * own
 
     def _kernel_update(self, shards: Sequence[Shard], table: LayerTable, sources: Sequence[Source]) -> None:
         from ds_vrgd.kernels.lamb import lamb_advance, lamb_apply
@@ -126,9 +127,9 @@ class VRLAMB(VROptimizer):
 
         partials = empty_partials(table.blocks, 4)
         states = []
-        for index, (shard, source) in enumerate(zip(shards, self._prenormalized(shards, sources), strict=True)):
+        for index, (shard, source) in enumerate(zip(shards, sources, strict=True)):
             shard.state["step"] += 1
-            averaged, begins = (source, False) if source.m2 is None else self._with_average(shard, source)
+            averaged, begins = (source, False) if source.m2 is None else with_average(shard, source)
             states.append(adam_state(shard))
             seed = gsnr.rounding_seed(int(shard.state["step"]))
             lamb_advance(table.blocks, index, averaged, states[-1], partials, seed=seed, begins=begins)
@@ -148,19 +149,6 @@ class VRLAMB(VROptimizer):
         from ds_vrgd.kernels.shared import Source
 
         self._kernel_update(shards, self.table(shards), [Source(shard.grad, shard.scale) for shard in shards])
-
-    def _prenormalized(self, shards: Sequence[Shard], sources: Sequence[Source]) -> list[Source]:
-        """The sources, divided by the gradient's norm where the group says so."""
-        if not any(shard.group["prenormalize"] for shard in shards):
-            return list(sources)
-        norm = self.observer.grad_norm([shard.tensor for shard in shards])
-        factor = torch.where(norm > 0, 1.0 / norm, torch.ones_like(norm)).float()
-        return [
-            source._replace(scale=factor if source.scale is None else source.scale * factor)
-            if shard.group["prenormalize"]
-            else source
-            for shard, source in zip(shards, sources, strict=True)
-        ]
 
     @staticmethod
     def _direction(shard: Shard) -> Tensor:

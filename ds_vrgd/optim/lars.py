@@ -126,7 +126,8 @@ class VRLARS(VROptimizer):
             group = shard.group
             momentum_step(
                 table.blocks, index, source, shard.tensor, shard.state["momentum_buffer"], lr=float(group["lr"]),
-                decay=group["weight_decay"], momentum=group["momentum"], nesterov=group["nesterov"], trust=trust,
+                decay=float(group["weight_decay"]), momentum=float(group["momentum"]), nesterov=group["nesterov"],
+                trust=trust,
             )  # fmt: skip
 
     def _plain_kernel_update(self, shards: Sequence[Shard]) -> None:

@@ -103,7 +103,8 @@ class VRSGD(VROptimizer):
             group = shard.group
             momentum_step(
                 table.blocks, index, source, shard.tensor, shard.state.get("momentum_buffer"), lr=float(group["lr"]),
-                decay=group["weight_decay"], momentum=group["momentum"], nesterov=group["nesterov"], partials=partials,
+                decay=float(group["weight_decay"]), momentum=float(group["momentum"]), nesterov=group["nesterov"],
+                partials=partials,
             )  # fmt: skip
         self._counts = list(sum_blocks(table.blocks, partials))
 

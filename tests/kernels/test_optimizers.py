@@ -12,8 +12,12 @@ from ds_vrgd import kernels
 from ds_vrgd.optim import OPTIMIZERS
 from tests.kernels.conftest import COMPILED
 from tests.optim.training import BOUND, Training
+from tests.reference import DenseOptimizer
 
-pytestmark = pytest.mark.skipif(COMPILED, reason="tests/zero runs the optimizers on the GPU")
+pytestmark = [
+    pytest.mark.skipif(COMPILED, reason="tests/zero runs the optimizers on the GPU"),
+    pytest.mark.filterwarnings("ignore:.*estimates the GSNR from only"),
+]
 
 OPTIONS: list[tuple[str, dict[str, Any]]] = [
     *((name, {}) for name in OPTIMIZERS),
@@ -77,3 +81,68 @@ def test_an_average_in_bf16_has_the_bits_of_the_eager_path(monkeypatch: pytest.M
     assert all(b["exp_avg_gsnr"].dtype == torch.bfloat16 for _, b in pairs)
     # The fp32 average differs in its last bit here and there, and then the rounding may.
     assert same.float().mean() > 0.999
+
+
+class Two(torch.nn.Module):
+    """Two layers, of which a param group each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            self.a, self.b = torch.nn.Linear(5, 7), torch.nn.Linear(7, 3)
+
+    def backward(self, seed: int) -> dict[str, Tensor]:
+        """Accumulate an eighth of a chunk's gradients; returns them whole."""
+        inputs = torch.randn(4, 5, generator=torch.Generator().manual_seed(seed))
+        loss = self.b(torch.tanh(self.a(inputs))).square().mean()
+        names, params = zip(*self.named_parameters(), strict=True)
+        grads = torch.autograd.grad(loss, params, retain_graph=True)
+        (loss / 8).backward()
+        return dict(zip(names, grads, strict=True))
+
+
+@pytest.mark.parametrize("name", ["VRSGD", "VRAdam", "VRLARS", "VRLAMB"])
+def test_gsnr_in_one_group_only(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    # what is of the whole model (the norm of pre-normalisation) is not of one group
+    through_kernels(monkeypatch)
+    model, arguments = Two(), {"lr": 0.1, "weight_decay": 0.01}
+    if name == "VRLAMB":
+        arguments |= {"prenormalize": True, "eps": 0.01}
+    optimizer = OPTIMIZERS[name](
+        [{"params": model.a.parameters()}, {"params": model.b.parameters(), "gamma": 1.0}], **arguments
+    )
+    groups = [{"params": ["a.weight", "a.bias"]}, {"params": ["b.weight", "b.bias"], "gamma": 1.0}]
+    reference = DenseOptimizer(name, dict(model.named_parameters()), groups, **arguments)
+    for step in range(3):
+        chunks = [model.backward(8 * step + index) for index in range(8)]
+        optimizer.step()
+        optimizer.zero_grad()
+        reference.step(chunks)
+    for weight_name, weight in model.named_parameters():
+        torch.testing.assert_close(weight.detach().double(), reference.params[weight_name], rtol=1e-5, atol=1e-6)
+
+
+def test_an_average_that_begins_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    # a checkpoint of the base optimizer brings the step, but no average
+    results = []
+    for kernel in (False, True):
+        if kernel:
+            through_kernels(monkeypatch)
+        model = Two()
+        base = OPTIMIZERS["VRLAMB"](model.parameters(), lr=0.01, gamma=1.0)
+        optimizer = OPTIMIZERS["VRLAMB"](model.parameters(), lr=0.01)
+        for index in range(8):
+            model.backward(index)
+        base.step()
+        saved = base.state_dict()
+        saved["param_groups"][0]["gamma"] = 0.1
+        optimizer.load_state_dict(saved)
+        for step in range(1, 3):
+            optimizer.zero_grad()
+            for index in range(8):
+                model.backward(8 * step + index)
+            optimizer.step()
+        results.append([state["exp_avg_gsnr"] for state in optimizer.state.values()])
+    for eager, triton in zip(*results, strict=True):
+        torch.testing.assert_close(eager, triton, rtol=1e-4, atol=1e-5)
