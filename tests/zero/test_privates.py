@@ -49,7 +49,7 @@ ENGINE = {
     ],
 }  # fmt: skip
 
-#: Attributes of the wrapper that each engine gets, read by wrappers.py and scale.py.
+#: Attributes of the wrapper that each engine gets, read by wrappers.py, scale.py and fused.py.
 WRAPPERS = {
     "FP16_UnfusedOptimizer": (
         Case("VRLAMB", 0, "bf16", 2),
@@ -60,17 +60,22 @@ WRAPPERS = {
         ["optimizer", "bf16_groups", "fp32_groups_flat_partition", "real_dp_process_group", "clip_grad"],
     ),
     "DeepSpeedZeroOptimizer": (
-        Case("VRLAMB", 2, "bf16", 2),
+        Case("VRLAMB", 2, "bf16", 2, reduction="observe"),
         [
             "optimizer", "round_robin_bit16_groups", "round_robin_bit16_offsets", "single_partition_of_fp32_groups",
-            "real_dp_process_group", "clip_grad", "_global_grad_norm", "loss_scale",
+            "real_dp_process_group", "clip_grad", "_global_grad_norm", "loss_scale", "dp_process_group",
+            "bit16_groups", "bit16_groups_flat", "averaged_gradients", "ready_for_gradients", "_release_ipg_buffers",
+            "_build_compact_grad_partition_buffer", "_grad_acc_hooks", "_epilogue_ran_this_backward", "cpu_offload",
+            "is_gradient_accumulation_boundary", "set_gradient_accumulation_boundary",
         ],
     ),
     "DeepSpeedZeroOptimizer_Stage3": (
-        Case("VRLAMB", 3, "bf16", 2),
+        Case("VRLAMB", 3, "bf16", 2, reduction="observe"),
         [
             "optimizer", "fp16_groups", "fp32_partitioned_groups_flat", "sub_group_to_group_id", "grad_position",
-            "get_param_id", "dp_process_group", "clip_grad", "_global_grad_norm", "loss_scale",
+            "get_param_id", "dp_process_group", "clip_grad", "_global_grad_norm", "loss_scale", "averaged_gradients",
+            "_DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition", "_grad_acc_hooks", "offload_optimizer",
+            "_epilogue_ran_this_backward", "is_gradient_accumulation_boundary", "set_gradient_accumulation_boundary",
         ],
     ),
 }  # fmt: skip
@@ -111,7 +116,7 @@ def test_wrapper_has_its_bookkeeping(found: dict[str, Any], name: str) -> None:
         f"this engine is wrapped by {found[name]['class']} now; see ds_vrgd/zero/wrappers.py"
     )
     assert not found[name]["missing"], (
-        f"{name} lost {found[name]['missing']}; see ds_vrgd/zero/wrappers.py and scale.py"
+        f"{name} lost {found[name]['missing']}; see ds_vrgd/zero/wrappers.py, scale.py and fused.py"
     )
 
 
