@@ -1,0 +1,102 @@
+"""Blocks and the sums over them: every element of a segment once, padding never."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from ds_vrgd.kernels.blocks import BLOCK, BlockTable
+from ds_vrgd.kernels.ratio import ratio_sums
+from ds_vrgd.kernels.shared import Source, empty_partials, sum_blocks
+
+Segment = tuple[int, int, int, int]
+# Two shards: unaligned runs that meet, gaps, a run of one element, one of a whole block, layers (4 and 6) in neither.
+SHARDS: list[list[Segment]] = [
+    [(3, 1, 0, 0), (4, 2 * BLOCK + 5, 1, 700), (3 * BLOCK, BLOCK, 2, 0)],
+    [(0, 9, 3, 0), (9, BLOCK - 9, 5, 40)],
+]
+NUMELS = [4 * BLOCK + 7, BLOCK + 1]
+LAYERS = 7
+
+
+def test_every_element_is_in_one_block() -> None:
+    table = BlockTable(SHARDS, LAYERS, torch.device("cpu"))
+    for segments, rows, numel in zip(SHARDS, table.rows, NUMELS, strict=True):
+        layers, places = torch.full((numel,), -1), torch.full((numel,), -1)
+        for start, low, high, layer, index in rows.tolist():
+            assert start % BLOCK == 0
+            assert 0 <= low < high <= BLOCK
+            run = slice(start + low, start + high)
+            assert (layers[run] == -1).all()
+            layers[run] = layer
+            places[run] = index + torch.arange(low, high)
+        for start, count, layer, first in segments:
+            assert (layers[start : start + count] == layer).all()
+            assert torch.equal(places[start : start + count], first + torch.arange(count))
+        assert (layers >= 0).sum() == sum(count for _, count, _, _ in segments)
+
+
+def test_a_layers_blocks_are_neighbours() -> None:
+    table = BlockTable(SHARDS, LAYERS, torch.device("cpu"))
+    rows = torch.cat(table.rows)
+    assert table.blocks == len(rows)
+    assert table.firsts == [0, len(table.rows[0])]
+    for layer, (first, count) in enumerate(table.spans.tolist()):
+        assert (rows[:, 3] == layer).nonzero().flatten().tolist() == list(range(first, first + count))
+    assert table.spans[4].tolist()[1] == table.spans[6].tolist()[1] == 0
+
+
+def test_no_segments_at_all(device: torch.device) -> None:
+    table = BlockTable([[]], 2, device)
+    partials = empty_partials(table, 3)
+    ratio_sums(table, 0, Source(None), partials)
+    assert sum_blocks(table, partials).tolist() == [[0.0, 0.0]] * 3
+
+
+def shard_of(segments: list[Segment], numel: int, seed: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Total and m2 with NaN in the padding, and elements without gradient, or without variance."""
+    generator = torch.Generator().manual_seed(seed)
+    total, m2 = torch.full((numel,), torch.nan), torch.full((numel,), torch.nan)
+    for start, count, _, _ in segments:
+        total[start : start + count] = torch.randn(count, generator=generator)
+        m2[start : start + count] = torch.randn(count, generator=generator).square()
+        total[start : start + count : 5] = 0
+        m2[start + 1 : start + count : 7] = 0
+    return total.to(device), m2.to(device)
+
+
+@pytest.mark.parametrize("parts", [1, 3])
+def test_ratio_sums(parts: int, device: torch.device) -> None:
+    k, eps = 6, 1e-6
+    table = BlockTable(SHARDS, LAYERS, device)
+    shards = [
+        shard_of(segments, numel, seed, device)
+        for seed, (segments, numel) in enumerate(zip(SHARDS, NUMELS, strict=True))
+    ]
+
+    def sums() -> Tensor:
+        partials = empty_partials(table, 3).fill_(torch.nan)
+        for index, (total, m2) in enumerate(shards):
+            source = Source(None, None, total, m2, k=float(k), parts=float(parts), gsnr_eps=eps)
+            ratio_sums(table, index, source, partials)
+        return sum_blocks(table, partials)
+
+    found = sums()
+    expected = torch.zeros(3, LAYERS, dtype=torch.float64)
+    for segments, (total, m2) in zip(SHARDS, shards, strict=True):
+        for start, count, layer, _ in segments:
+            mean = total[start : start + count].cpu().double() / parts
+            squares = m2[start : start + count].cpu().double()
+            ratio = mean.square() / torch.maximum(squares / k, eps * mean.square())
+            expected[:, layer] = torch.stack([ratio.nan_to_num(0.0).sum(), mean.square().sum(), squares.sum()])
+    torch.testing.assert_close(found.cpu(), expected, rtol=1e-5, atol=0)
+    assert torch.equal(found, sums()), "two calls differ"
+
+
+def test_many_blocks_of_one_layer_sum_in_fp64(device: torch.device) -> None:
+    # 1500 blocks are two chunks; ones added to 2**24 in fp32 would be lost
+    table = BlockTable([[(0, 1500 * BLOCK, 0, 0)]], 1, device)
+    partials = torch.ones(1, 1500, device=device)
+    partials[0, 0] = 2.0**24
+    assert sum_blocks(table, partials).tolist() == [[2.0**24 + 1499]]
