@@ -168,7 +168,8 @@ class VRLAMB(VROptimizer):
 class LAMB(VRLAMB):
     """LAMB without variance reduction: :class:`VRLAMB` at ``gamma=1``, exact under every ZeRO stage.
 
-    Takes the arguments of :class:`VRLAMB` but ``beta3``, ``gamma`` and ``gsnr_eps``.
+    Takes the arguments of :class:`VRLAMB` but those of GSNR: ``beta3``, ``gamma``, ``gsnr_eps``, ``gsnr_dtype``,
+    ``reduction``, ``ranks_per_node``.
     """
 
     reduces_variance = False

@@ -139,7 +139,8 @@ class VRLARS(VROptimizer):
 class LARS(VRLARS):
     """LARS without variance reduction: :class:`VRLARS` at ``gamma=1``, exact under every ZeRO stage.
 
-    Takes the arguments of :class:`VRLARS` but ``gamma`` and ``gsnr_eps``.
+    Takes the arguments of :class:`VRLARS` but those of GSNR: ``gamma``, ``gsnr_eps``, ``reduction``,
+    ``ranks_per_node``.
     """
 
     reduces_variance = False
