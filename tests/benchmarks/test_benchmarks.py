@@ -27,7 +27,17 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """One run of the command: all parts, the tiny model, two ranks on the CPU."""
     folder = tmp_path_factory.mktemp("results")
     command = [sys.executable, "-m", "benchmarks", "--ranks", "2", "--output", str(folder), "--stages", "2"]
-    command += ["--accumulations", "2", "--contenders", "bare", "adamw", "lamb", "deepspeed-lamb"]
+    command += [
+        "--accumulations",
+        "2",
+        "--contenders",
+        "bare",
+        "adamw",
+        "vrlamb-fused",
+        "vrlamb-observe",
+        "lamb",
+        "deepspeed-lamb",
+    ]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=180)
     assert done.returncode == 0, done.stderr
     (found,) = read_runs(folder)
@@ -55,7 +65,9 @@ def test_every_collective_and_kernel_has_its_spread(run: dict[str, Any]) -> None
 
 def test_every_step_has_all_fields(run: dict[str, Any]) -> None:
     rows = {row["contender"]: row for row in run["steps"]}
-    assert rows.keys() == {"bare", "adamw", "lamb"}, "FusedLamb exists at stage 0 alone"
+    assert rows.keys() == {"bare", "adamw", "vrlamb-fused", "vrlamb-observe", "lamb"}, (
+        "FusedLamb exists at stage 0 alone"
+    )
     for row in rows.values():
         assert row["failure"] is None
         parts = {"total", "forward", "backward", "step"}
