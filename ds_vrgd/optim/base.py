@@ -16,7 +16,7 @@ from ds_vrgd.optim import arguments
 from ds_vrgd.optim.average import averaged, dtype_of_average
 from ds_vrgd.optim.plain import PlainObserver
 from ds_vrgd.optim.shards import LayerStatistics, Observer, Shard
-from ds_vrgd.optim.sources import sources_with_sums
+from ds_vrgd.optim.sources import plain_sources, sources_with_sums
 from ds_vrgd.optim.verify import verify_direction
 
 if TYPE_CHECKING:
@@ -63,6 +63,8 @@ class VROptimizer(torch.optim.Optimizer):
     counts_steps: ClassVar[bool] = False
     #: Whether the ratio is averaged over the steps (``exp_avg_gsnr``) before it scales the gradient.
     averages_ratio: ClassVar[bool] = False
+    #: Whether the kernels also serve param groups whose gamma is 1; else their step is torch's own.
+    has_plain_kernel: ClassVar[bool] = False
     #: False for the optimizers that never reduce variance: gamma is 1 in all their groups.
     reduces_variance: ClassVar[bool] = True
 
@@ -301,7 +303,10 @@ class VROptimizer(torch.optim.Optimizer):
         raise NotImplementedError
 
     def _plain_kernel_update(self, shards: Sequence[Shard]) -> None:
-        """The base optimizer's step where ``gamma`` is 1: torch's own, unless the subclass has a kernel."""
+        """The base optimizer's step where ``gamma`` is 1."""
+        if self.has_plain_kernel:
+            self._kernel_update(shards, self.table(shards), plain_sources(shards))
+            return
         for shard in shards:
             shard.settle()
         self._update(shards)

@@ -57,6 +57,7 @@ class VRLAMB(VROptimizer):
 
     counts_steps = True
     averages_ratio = True
+    has_plain_kernel = True
 
     def __init__(
         self,
@@ -144,11 +145,6 @@ class VRLAMB(VROptimizer):
         ).float()
         for index, state in enumerate(states):
             lamb_apply(table.blocks, index, state, rates)
-
-    def _plain_kernel_update(self, shards: Sequence[Shard]) -> None:
-        from ds_vrgd.kernels.shared import Source
-
-        self._kernel_update(shards, self.table(shards), [Source(shard.grad, shard.scale) for shard in shards])
 
     @staticmethod
     def _direction(shard: Shard) -> Tensor:

@@ -50,6 +50,8 @@ class VRLARS(VROptimizer):
     section 4.
     """
 
+    has_plain_kernel = True
+
     def __init__(
         self,
         params: Iterable[Any],
@@ -129,11 +131,6 @@ class VRLARS(VROptimizer):
                 decay=float(group["weight_decay"]), momentum=float(group["momentum"]), nesterov=group["nesterov"],
                 trust=trust,
             )  # fmt: skip
-
-    def _plain_kernel_update(self, shards: Sequence[Shard]) -> None:
-        from ds_vrgd.kernels.shared import Source
-
-        self._kernel_update(shards, self.table(shards), [Source(shard.grad, shard.scale) for shard in shards])
 
 
 class LARS(VRLARS):

@@ -48,6 +48,13 @@ def sources_with_sums(
     return sources, sum_blocks(table.blocks, partials)
 
 
+def plain_sources(shards: Sequence[Shard]) -> list[Source]:
+    """What the update kernels read of shards of groups without GSNR."""
+    from ds_vrgd.kernels.shared import Source
+
+    return [Source(shard.grad, shard.scale) for shard in shards]
+
+
 def with_average(shard: Shard, source: Source) -> tuple[Source, bool]:
     """The source with its running mean of the ratio, and whether that begins in this step."""
     begins = begin_average(shard)

@@ -70,7 +70,7 @@ class _Fused:
         """Show DeepSpeed the gradient of the window, before ``step()`` or a reader of gradients asks for it."""
         if not self._published:
             self.exchange.finish()
-            self._show([self.exchange.moments(shard).total for shard in self._shards()])
+            self._show(self._totals())
             self._published = True
 
     @replaces
@@ -214,7 +214,8 @@ class FusedZeroOptimizerStage3(_Fused, DeepSpeedZeroOptimizer_Stage3):  # type: 
     def _get_fp32_grad_state_partition(self, param: Tensor, release_swap_buffers: bool) -> tuple[Tensor, int]:
         """For DeepSpeed's readers and writers of single gradients."""
         index, start, numel = self.grad_position[self.get_param_id(param)]
-        return self._totals()[index].narrow(0, start, numel), index
+        total = self.exchange.moments(self._shards()[index]).total
+        return total.narrow(0, start, numel), index
 
     @replaces
     def update_fp32_grad_for_param_vectorized(self, update_func: Callable[..., Tensor], param_list: Any) -> None:
