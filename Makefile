@@ -2,7 +2,7 @@
 # pyproject.toml or the constraints change.
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help venv demo test lint format bench
+.PHONY: help venv demo test test-full lint format bench
 
 PYTHON ?= python3
 VENV := .venv
@@ -22,7 +22,8 @@ BENCH_ARGS ?=
 
 help:
 	@echo 'make demo    pre-train a small BERT in two phases with VRLAMB under ZeRO-2, two ranks, CPU -> $(DEMO_OUT)'
-	@echo 'make test    all tests, CPU (PYTEST_ARGS="-k lamb" for some)'
+	@echo 'make test    the tests, CPU, but for those marked slow (PYTEST_ARGS="-k lamb" for some)'
+	@echo 'make test-full  all tests, the slow ones too'
 	@echo 'make lint    ruff and mypy'
 	@echo 'make format  let ruff rewrite what it can'
 	@echo 'make bench   measure collectives, kernels and training steps on all GPUs -> out/benchmarks'
@@ -45,6 +46,9 @@ demo: $(STAMP)
 	  --deepspeed_config configs/ds_vrgd.json --run configs/demo.yaml --output $(DEMO_OUT)
 
 test: $(STAMP)
+	$(CPU) $(BIN)/python -m pytest -m 'not slow' $(PYTEST_ARGS)
+
+test-full: $(STAMP)
 	$(CPU) $(BIN)/python -m pytest $(PYTEST_ARGS)
 
 lint: $(STAMP)
