@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ class Contender:
         stages: the ZeRO stages at which it exists.
         observes: whether it needs at least two chunks a step.
         has_engine: False for the model's forward and backward alone, the floor of every step.
+        zero: further keys of the JSON's ``zero_optimization``.
     """
 
     label: str
@@ -28,6 +29,7 @@ class Contender:
     stages: tuple[int, ...] = (0, 1, 2, 3)
     observes: bool = False
     has_engine: bool = True
+    zero: dict[str, Any] = field(default_factory=dict)
 
 
 def _json(name: str, **params: Any) -> dict[str, Any]:
@@ -41,12 +43,17 @@ def _vrlamb(reduction: str) -> dict[str, Any]:
 BARE = "bare"
 REFERENCE = "adamw"
 
+# Layers are dealt out to the ranks in turn, so that neighbours belong to different ranks.
+_DEALT: dict[str, Any] = {"stages": (1, 2), "zero": {"round_robin_gradients": True}}
+
 #: By the name that the command line takes; the most important first.
 CONTENDERS: dict[str, Contender] = {
     BARE: Contender("forward + backward alone", has_engine=False),
     REFERENCE: Contender("torch fused AdamW"),
     "vrlamb-fused": Contender("VRLAMB, fused", _vrlamb("fused"), stages=(1, 2, 3), observes=True),
     "vrlamb-observe": Contender("VRLAMB, observe", _vrlamb("observe"), observes=True),
+    "adamw-round-robin": Contender("torch fused AdamW, round robin", **_DEALT),
+    "vrlamb-round-robin": Contender("VRLAMB, fused, round robin", _vrlamb("fused"), observes=True, **_DEALT),
     "lamb": Contender("VRLAMB, gamma = 1", _json("VRLAMB", gamma=1.0)),
     "deepspeed-adamw": Contender("DeepSpeed FusedAdam", _json("AdamW")),
     "deepspeed-lamb": Contender("DeepSpeed FusedLamb", _json("Lamb"), stages=(0,)),

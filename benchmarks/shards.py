@@ -1,4 +1,4 @@
-"""One model's parameters as ZeRO-1 and -2 cut them: laid end to end, an equal shard a rank."""
+"""One model's parameters as ZeRO cuts them among the ranks."""
 
 from __future__ import annotations
 
@@ -12,6 +12,10 @@ from benchmarks.bert import Network
 from benchmarks.ranks import Rank
 from ds_vrgd.moments import Layer, Route, Segment, ShardedMoments, ShardLayout
 from ds_vrgd.zero.observer import LARGEST_BUCKET
+
+#: Who owns which elements: stages 1 and 2, the same with ``round_robin_gradients``, stage 3.
+FLAT, DEALT, SLICED = "flat", "round robin", "sliced"
+OWNERSHIPS = (FLAT, DEALT, SLICED)
 
 
 def layers_of(network: Network) -> list[Layer]:
@@ -36,8 +40,8 @@ def shard_layout(layers: Sequence[Layer], rank: int, ranks: int) -> ShardLayout:
     return ShardLayout(tuple(layers), tuple(segments), size)
 
 
-def routes(layers: Sequence[Layer], shard: Tensor, rank: int, wire: torch.dtype) -> list[Route]:
-    """Where the elements of each layer go; in the model's order."""
+def flat_routes(layers: Sequence[Layer], shard: Tensor, rank: int, wire: torch.dtype) -> list[Route]:
+    """Where the elements of each layer go if the layers are laid end to end, and cut into a shard a rank."""
     found, offset = [], 0
     for place, layer in enumerate(layers):
         runs, position = [], offset
@@ -47,19 +51,56 @@ def routes(layers: Sequence[Layer], shard: Tensor, rank: int, wire: torch.dtype)
             runs.append((owner, end - position))
             position = end
         start = max(offset - rank * shard.numel(), 0)
-        # A parameter's own elements are never read, so that it needs none.
-        param = torch.empty(0, dtype=wire, device=shard.device)
-        found.append(Route(param, layer.name, layer.numel, tuple(runs), shard, start, place=place))
+        found.append(Route(_parameter(shard, wire), layer.name, layer.numel, tuple(runs), shard, start, place=place))
         offset += layer.numel
     return found
 
 
-def exchange(network: Network, rank: Rank, wire: torch.dtype) -> Callable[[], Any]:
-    """A call that does what fused mode does: every gradient to its owner, and the moments there."""
+def sliced_routes(layers: Sequence[Layer], shard: Tensor, ranks: int, wire: torch.dtype) -> list[Route]:
+    """Where they go if every layer is cut into equal slots, one a rank, as at stage 3."""
+    found, start = [], 0
+    for place, layer in enumerate(layers):
+        slot = -(-layer.numel // ranks)
+        runs = tuple((rank, min(slot, layer.numel - rank * slot)) for rank in range(-(-layer.numel // slot)))
+        param = _parameter(shard, wire)
+        found.append(Route(param, layer.name, layer.numel, runs, shard, start, slot=slot, place=place))
+        start += slot
+    return found
+
+
+def _parameter(shard: Tensor, wire: torch.dtype) -> Tensor:
+    """Its own elements are never read, so that it needs none."""
+    return torch.empty(0, dtype=wire, device=shard.device)
+
+
+def dealt(layers: Sequence[Layer], ranks: int) -> list[Layer]:
+    """The order into which ``round_robin_gradients`` brings them: the first rank's, the second's, and so on."""
+    return [layer for first in range(ranks) for layer in layers[first::ranks]]
+
+
+def routes_of(network: Network, ownership: str, rank: Rank, wire: torch.dtype) -> list[Route]:
+    """In the model's order.
+
+    Args:
+        network: whose parameters.
+        ownership: a name in :data:`OWNERSHIPS`.
+        rank: this one.
+        wire: dtype of the gradients.
+    """
     layers = layers_of(network)
+    if ownership == SLICED:
+        shard = torch.zeros(sum(-(-layer.numel // rank.count) for layer in layers), device=rank.device)
+        return sliced_routes(layers, shard, rank.count, wire)
+    order = dealt(layers, rank.count) if ownership == DEALT else layers
     shard = torch.zeros(shard_size(layers, rank.count), device=rank.device)
+    by_name = {route.name: route for route in flat_routes(order, shard, rank.index, wire)}
+    return [by_name[layer.name] for layer in layers]
+
+
+def exchange(network: Network, ownership: str, rank: Rank, wire: torch.dtype) -> Callable[[], Any]:
+    """A call that does what fused mode does: every gradient to its owner, and the moments there."""
     # Gradients come in about the reverse of the model's order.
-    order = routes(layers, shard, rank.index, wire)[::-1]
+    order = routes_of(network, ownership, rank, wire)[::-1]
     moments = ShardedMoments(order, torch.distributed.group.WORLD, LARGEST_BUCKET)
     gradients = [torch.zeros(route.numel, dtype=wire, device=rank.device) for route in order]
 

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,7 @@ class Clock:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        self._ballast: Tensor | None = None
 
     def mark(self) -> Any:
         """A moment: when the device gets here; the host does not wait for it."""
@@ -52,6 +54,14 @@ class Clock:
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
+
+    def occupy(self) -> None:
+        """Give the device about 20 ms of work; nothing where there is no GPU."""
+        if self._device.type == "cuda":
+            if self._ballast is None:
+                self._ballast = torch.zeros(8192, 8192, dtype=torch.bfloat16, device=self._device)
+            for _ in range(12):
+                torch.mm(self._ballast, self._ballast)
 
     def synchronize(self) -> None:
         """Wait for the device."""
@@ -76,3 +86,24 @@ def repeat(function: Callable[[], Any], clock: Clock, repetitions: int, warmup: 
         marks.append(clock.mark())
     clock.synchronize()
     return [clock.seconds(begin, end) for begin, end in itertools.pairwise(marks)]
+
+
+def repeat_with_host_ahead(
+    function: Callable[[], Any], clock: Clock, repetitions: int, warmup: int, align: Callable[[], Any]
+) -> list[float]:
+    """As :func:`repeat`, but the host issues each call while the device is still busy with something else.
+
+    ``align`` is a small collective: the ranks' devices begin together when it is over.
+    """
+    for _ in range(warmup):
+        function()
+    marks = []
+    for _ in range(repetitions):
+        clock.synchronize()
+        clock.occupy()
+        align()
+        begin = clock.mark()
+        function()
+        marks.append((begin, clock.mark()))
+    clock.synchronize()
+    return [clock.seconds(begin, end) for begin, end in marks]

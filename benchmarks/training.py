@@ -105,7 +105,7 @@ def engine_config(configuration: Configuration) -> dict[str, Any]:
         "gradient_accumulation_steps": configuration.accumulation,
         "gradient_clipping": CLIPPING,
         "bf16": {"enabled": True},
-        "zero_optimization": {"stage": configuration.stage},
+        "zero_optimization": {"stage": configuration.stage, **CONTENDERS[configuration.contender].zero},
         "zero_allow_untested_optimizer": True,
         "steps_per_print": 10**9,
     }

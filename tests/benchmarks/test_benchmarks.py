@@ -9,15 +9,24 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
 from benchmarks import report
+from benchmarks.bert import NETWORKS
 from benchmarks.command import command_line
 from benchmarks.contenders import CONTENDERS
 from benchmarks.pages import replace_between
 from benchmarks.plan import configurations
+from benchmarks.ranks import Rank
 from benchmarks.record import PARTS, read_runs
+from benchmarks.shards import OWNERSHIPS, dealt, routes_of
 from benchmarks.timing import Spread
+from benchmarks.training import engine_config
+from ds_vrgd.moments import Layer
 
+CPU = torch.device("cpu")
 ROOT = Path(__file__).parent.parent.parent
 SPREAD = {"median", "p10", "p90", "count"}
 
@@ -142,12 +151,50 @@ def test_spread_is_numpys_percentiles() -> None:
         Spread.of([])
 
 
+def test_round_robin_is_deepspeeds_setting_and_exists_where_it_has_an_effect() -> None:
+    found = configurations({"large": 128}, (1, 2, 3, 0), (1,), ["adamw-round-robin", "vrlamb-round-robin"], ranks=2)
+    assert [c.stage for c in found] == [1, 1, 2, 2]
+    for configuration in found:
+        config = DeepSpeedZeroConfig(**engine_config(configuration)["zero_optimization"])
+        assert config.round_robin_gradients
+
+
+@pytest.mark.parametrize("ownership", OWNERSHIPS)
+def test_routes_send_every_element_to_one_rank(ownership: str) -> None:
+    """As DeepSpeed cuts: flat shards of equal size, or equal slots of every layer."""
+    world = 3
+    everyone = [
+        routes_of(NETWORKS["tiny"], ownership, Rank(index, world, CPU), torch.bfloat16) for index in range(world)
+    ]
+    owned = [0] * world
+    for route in everyone[0]:
+        assert sum(numel for _, numel in route.runs) == route.numel
+        for rank, numel in route.runs:
+            owned[rank] += numel
+    assert sum(owned) == sum(param.numel() for _, param in NETWORKS["tiny"].parameters())
+    for index, routes in enumerate(everyone):
+        assert [route.runs for route in routes] == [route.runs for route in everyone[0]]
+        taken = torch.zeros(routes[0].shard.numel(), dtype=torch.int32)
+        for route in routes:
+            own = dict(route.runs).get(index, 0)
+            taken[route.shard_start : route.shard_start + own] += 1
+        assert int(taken.max()) == 1
+        assert int(taken.sum()) == owned[index]
+
+
+def test_dealt_layers_are_in_deepspeeds_round_robin_order() -> None:
+    layers = [Layer(str(index), 1) for index in range(7)]
+    theirs, _ = DeepSpeedZeroOptimizer._round_robin_reorder(None, layers, 3)
+    assert dealt(layers, 3) == theirs
+
+
 def test_the_most_important_configurations_come_first() -> None:
     found = configurations({"large": 128, "base": 256}, (1, 2, 3, 0), (1, 4), list(CONTENDERS), ranks=2)
     assert len(set(found)) == len(found)
     assert [c.contender for c in found[:2]] == ["bare", "bare"]
     stage_1 = [c.contender for c in found if (c.model, c.stage, c.accumulation) == ("large", 1, 4)]
-    assert stage_1 == ["adamw", "vrlamb-fused", "vrlamb-observe", "lamb", "deepspeed-adamw"]
+    assert stage_1[:5] == ["adamw", "vrlamb-fused", "vrlamb-observe", "adamw-round-robin", "vrlamb-round-robin"]
+    assert stage_1[5:] == ["lamb", "deepspeed-adamw"]
     first = found[2:20]
     assert {c.stage for c in first} == {1, 2, 3}
     assert {c.contender for c in first} == {"adamw", "vrlamb-fused", "vrlamb-observe"}
