@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 import ds_vrgd
+from ds_vrgd.doctor.reference import normalized_ratio, raw_ratio
 from ds_vrgd.optim import LAMB, VRLAMB, VRSGD, VROptimizer
-from tests.reference import normalized_ratio, raw_ratio
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*estimates the GSNR from only k:UserWarning")
 

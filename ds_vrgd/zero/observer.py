@@ -19,6 +19,18 @@ Engine = Any
 LARGEST_BUCKET = 2**25
 
 
+def observer_of(engine: Engine) -> EngineObserver:
+    """The observer of an engine around one of our optimizers.
+
+    Raises:
+        TypeError: its optimizer is another.
+    """
+    observer = getattr(engine.basic_optimizer, "observer", None)
+    if not isinstance(observer, EngineObserver):
+        raise TypeError(f"the engine's {type(engine.basic_optimizer).__name__} is no optimizer of ds_vrgd")
+    return observer
+
+
 class EngineObserver:
     """Watches the model's parameters, and takes the engine's word for where micro-batches and windows end.
 
@@ -81,6 +93,11 @@ class EngineObserver:
         self._micro_batches = 0
         if self._moments is not None:
             self._moments.reset()
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """The optimizer's tensors on this rank, also while DeepSpeed keeps them out of the param groups."""
+        return tuple(self._holdings.layouts)
 
     def layout(self, tensor: Tensor) -> ShardLayout:
         """What one of the optimizer's tensors holds."""

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from ds_vrgd import kernels
+from ds_vrgd.doctor.reference import DenseOptimizer
 from ds_vrgd.optim import OPTIMIZERS
 from tests.kernels.conftest import COMPILED
 from tests.optim.training import BOUND, Training
-from tests.reference import DenseOptimizer
 
 pytestmark = [
     pytest.mark.skipif(COMPILED, reason="tests/zero runs the optimizers on the GPU"),

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ds_vrgd import gsnr, kernels
+from ds_vrgd.doctor.reference import DenseOptimizer
 from ds_vrgd.kernels.adam import AdamState, adam_step
 from ds_vrgd.kernels.blocks import BlockTable
 from ds_vrgd.kernels.shared import Source, empty_partials
@@ -17,7 +18,6 @@ from ds_vrgd.moments import Layer, Moments, Ranks, Segment, ShardLayout
 from ds_vrgd.moments.chan import moments_of
 from ds_vrgd.optim import OPTIMIZERS
 from tests.kernels.conftest import COMPILED
-from tests.reference import DenseOptimizer
 
 NUMELS = {"one": 1, "odd": 2047, "large": 4101, "still": 70, "elsewhere": 10}
 STARTS = {"one": 3, "odd": 4, "large": 2056, "still": 6157}

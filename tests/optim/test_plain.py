@@ -18,11 +18,12 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import ds_vrgd
+from ds_vrgd.doctor.chunks import chunk_gradients
+from ds_vrgd.doctor.reference import DenseOptimizer, gsnr_ratio
 from ds_vrgd.optim import OPTIMIZERS, VRLAMB, VRSGD, VRAdam, VRAdamW, VROptimizer
-from tests.reference import DenseOptimizer, gsnr_ratio
 from tests.support.model import TinyLM, batches, make_model, param_groups
 from tests.support.ranks import run_on_ranks
-from tests.support.trajectory import ARGUMENTS, chunk_gradients
+from tests.support.trajectory import ARGUMENTS
 
 STEPS, CHUNKS = 5, 4
 

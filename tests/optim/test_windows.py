@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ds_vrgd import gsnr_stats
+from ds_vrgd.doctor.reference import DenseOptimizer
 from ds_vrgd.optim import OPTIMIZERS, VRLAMB, VRSGD, VRAdam, VROptimizer
 from tests.optim.training import BOUND, STEPS, Training
-from tests.reference import DenseOptimizer
 
 REDUCING = [name for name in OPTIMIZERS if name.startswith("VR")]
 pytestmark = pytest.mark.filterwarnings("ignore:.*estimates the GSNR from only")

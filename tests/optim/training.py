@@ -11,10 +11,11 @@ from typing import Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
+from ds_vrgd.doctor.chunks import chunk_gradients
+from ds_vrgd.doctor.reference import DenseOptimizer
 from ds_vrgd.optim import OPTIMIZERS
-from tests.reference import DenseOptimizer
 from tests.support.model import batches, make_model, param_groups
-from tests.support.trajectory import ADAPTIVE, ARGUMENTS, chunk_gradients
+from tests.support.trajectory import ADAPTIVE, ARGUMENTS
 
 #: |theta - theta_ref| / |theta_ref| after five steps in fp32: what docs/EXACTNESS.md promises.
 BOUND = 8e-7

@@ -9,8 +9,7 @@ all ranks.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,8 +18,10 @@ import torch
 from torch import Tensor
 
 import ds_vrgd
-from ds_vrgd.optim import OPTIMIZERS, VROptimizer
-from tests.reference import DenseOptimizer
+from ds_vrgd.doctor.chunks import chunk_gradients, norm_of
+from ds_vrgd.doctor.reference import DenseOptimizer
+from ds_vrgd.doctor.weights import HandedMean, master_weights, whole_weights
+from ds_vrgd.optim import OPTIMIZERS
 from tests.support.model import TinyLM, batches, make_model, param_groups
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -175,71 +176,6 @@ def _set_weights(model: TinyLM) -> None:
             param.data.copy_(source[name].data)
 
 
-@contextmanager
-def whole_weights(engine: Any) -> Iterator[dict[str, Tensor]]:
-    """The model's weights in its own dtype, whole, on every rank."""
-    params = dict(engine.module.named_parameters())
-    if engine.zero_optimization_stage() == 3:
-        with deepspeed.zero.GatheredParameters(list(params.values())):
-            yield {name: param.data.clone() for name, param in params.items()}
-    else:
-        yield {name: param.data for name, param in params.items()}
-
-
-def master_weights(engine: Any) -> dict[str, Tensor]:
-    """The fp32 weights that the optimizer updates, put together from all ranks, flat; a collective.
-
-    Ranks hold a layer's pieces in ascending order, so their pieces one behind the other are the layer.
-    """
-    optimizer: VROptimizer = engine.basic_optimizer
-    return whole_layers(optimizer, {tensor: tensor.detach() for tensor in optimizer.observer._holdings.layouts})
-
-
-def whole_layers(optimizer: VROptimizer, shards: Mapping[Tensor, Tensor]) -> dict[str, Tensor]:
-    """Layers from shard-shaped tensors, by the optimizer tensor that they belong to; a collective."""
-    mine: dict[str, Tensor] = {}
-    for tensor, values in shards.items():
-        layout, flat = optimizer.observer.layout(tensor), values.flatten()
-        for segment in layout.segments:
-            mine[layout.layers[segment.layer].name] = flat[segment.start : segment.start + segment.numel].cpu()
-    if optimizer.observer.ranks.group is None:
-        return mine
-    everyone: list[Any] = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(everyone, mine)
-    names = {name: None for pieces in everyone for name in pieces}
-    return {name: torch.cat([pieces[name] for pieces in everyone if name in pieces]) for name in names}
-
-
-class HandedMean:
-    """What DeepSpeed hands to ``step()``, put together over its calls and over the ranks, flat."""
-
-    def __init__(self, optimizer: VROptimizer) -> None:
-        self._pieces: dict[Tensor, Tensor] = {}
-        self._optimizer = optimizer
-        self._hook = optimizer.register_step_pre_hook(self._note)
-
-    def _note(self, optimizer: VROptimizer, args: Any, kwargs: Any) -> None:
-        for group in optimizer.param_groups:
-            for tensor in group["params"]:
-                if tensor.grad is not None:
-                    self._pieces[tensor] = tensor.grad.detach().flatten().clone()
-
-    def collect(self) -> dict[str, Tensor]:
-        """By layer; a collective. Begins anew."""
-        pieces, self._pieces = self._pieces, {}
-        return whole_layers(self._optimizer, pieces)
-
-
-def chunk_gradients(plain: TinyLM, micro_batches: list[Tensor], scale: float) -> list[dict[str, Tensor]]:
-    """One plain backward pass a micro-batch, in the model's dtype; the loss is multiplied by ``scale`` before it."""
-    chunks = []
-    for tokens in micro_batches:
-        plain.zero_grad()
-        (plain(tokens) * scale).backward()
-        chunks.append({n: p.grad.cpu().double() / scale for n, p in plain.named_parameters() if p.grad is not None})
-    return chunks
-
-
 def run_case(case: Case, rank: int, world: int) -> Result | None:
     """Train; returns the errors on rank 0 and None elsewhere."""
     engine = build(case, world)
@@ -279,15 +215,16 @@ def run_case(case: Case, rank: int, world: int) -> Result | None:
     if rank:
         return None
     error = relative_error(masters, reference)
-    moved = _norm(reference.params[name] - start[name] for name in start) / _norm(reference.params.values())
+    moved = norm_of([reference.params[name] - start[name] for name in start])
+    moved /= norm_of(list(reference.params.values()))
     return Result(error, error / moved, moved, stats)
 
 
 def relative_error(masters: Mapping[str, Tensor], reference: DenseOptimizer) -> float:
     """Norm-wise, |theta - theta_ref| / |theta_ref|; ``masters`` flat, by name, and complete."""
     assert set(masters) == set(reference.params)
-    error = _norm(masters[name].double() - weight.flatten() for name, weight in reference.params.items())
-    return error / _norm(reference.params.values())
+    error = norm_of([masters[name].double() - weight.flatten() for name, weight in reference.params.items()])
+    return error / norm_of(list(reference.params.values()))
 
 
 def _gsnr(engine: Any) -> bool:
@@ -298,10 +235,6 @@ def reference_groups(start: Mapping[str, Tensor], case: Case) -> list[dict[str, 
     matrices = [name for name, weight in start.items() if weight.dim() > 1]
     vectors = [name for name in start if name not in matrices]
     return [{"params": matrices}, {"params": vectors, "weight_decay": 0.0, **case.without_decay()}]
-
-
-def _norm(tensors: Any) -> float:
-    return float(torch.cat([tensor.flatten() for tensor in tensors]).norm())
 
 
 def run_cases(rank: int, world: int, cases: list[Case]) -> list[Result | str | None]:

@@ -20,9 +20,9 @@ COMMAND = "make test PYTEST_ARGS='tests/zero/test_exactness.py --write-exactness
 PREFACE = """\
 # Exactness
 
-Every optimizer, under every ZeRO stage and wrapper, held against a dense float64 reference (`tests/reference.py`)
-that has the chunk gradients in a list. Each figure is the norm-wise error of the fp32 (master) weights after 5 steps,
-|theta - theta_ref| / |theta_ref|. The bound is 8e-7.
+Every optimizer, under every ZeRO stage and wrapper, held against a dense float64 reference
+(`ds_vrgd/doctor/reference.py`) that has the chunk gradients in a list. Each figure is the norm-wise error of the
+fp32 (master) weights after 5 steps, |theta - theta_ref| / |theta_ref|. The bound is 8e-7.
 
 The model (`tests/support/model.py`) has odd sizes, an embedding with unused rows, a LayerNorm, an output head tied
 to the embedding and a frozen weight; two param groups; a reduction bucket of 300 elements, so that three ranks cut

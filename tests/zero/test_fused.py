@@ -13,19 +13,18 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from deepspeed.utils import safe_get_full_grad, safe_set_full_grad
 from torch import Tensor
 
+from ds_vrgd.doctor.chunks import chunk_gradients
+from ds_vrgd.doctor.reference import DenseOptimizer
+from ds_vrgd.doctor.weights import master_weights, whole_weights
 from ds_vrgd.zero import fused
-from tests.reference import DenseOptimizer
 from tests.support.model import batches, make_model, param_groups
 from tests.support.ranks import run_on_ranks
 from tests.support.trajectory import (
     DTYPES,
     Case,
     build,
-    chunk_gradients,
-    master_weights,
     reference_groups,
     relative_error,
-    whole_weights,
 )  # fmt: skip
 
 WORLD = 2

@@ -7,17 +7,16 @@ from typing import Any
 import pytest
 import torch
 
-from tests.reference import DenseOptimizer
+from ds_vrgd.doctor.chunks import chunk_gradients
+from ds_vrgd.doctor.reference import DenseOptimizer
+from ds_vrgd.doctor.weights import master_weights, whole_weights
 from tests.support.model import batches, make_model
 from tests.support.ranks import run_on_ranks
 from tests.support.trajectory import (
     Case,
     build,
-    chunk_gradients,
-    master_weights,
     reference_groups,
     relative_error,
-    whole_weights,
 )
 
 WORLD, ACCUMULATION, STEPS = 2, 4, 6

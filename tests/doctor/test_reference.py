@@ -1,12 +1,15 @@
 """The oracle against arithmetic done by hand and against torch.optim."""
 
+import inspect
+import re
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from tests.reference import DenseOptimizer, gsnr_ratio, normalized_ratio, raw_ratio
+from ds_vrgd.doctor import reference
+from ds_vrgd.doctor.reference import DenseOptimizer, gsnr_ratio, normalized_ratio, raw_ratio
 
 EPS = 1e-6
 # Two chunks of a layer of two elements, used throughout:
@@ -348,3 +351,7 @@ def test_bad_arguments() -> None:
         DenseOptimizer("VRSGD", w, [{"params": ["w"]}, {"params": ["w"]}], lr=1)
     with pytest.raises(KeyError):
         DenseOptimizer("SGD", w, lr=1)
+
+
+def test_oracle_imports_nothing_of_the_package() -> None:
+    assert not re.search(r"^\s*(from|import) (ds_vrgd|deepspeed)", inspect.getsource(reference), re.MULTILINE)

@@ -140,11 +140,12 @@ class DenseOptimizer:
 
 
 def global_norm(gradients: Mapping[str, Tensor]) -> float:
+    """2-norm of the whole model's gradient."""
     return float(torch.cat([g.flatten() for g in gradients.values()]).norm())
 
 
 def average_ratio(state: dict[str, Any], r: Tensor, group: Mapping[str, Any]) -> Tensor:
-    """p = beta3 p + (1 - beta3) r, debiased."""
+    """P = beta3 p + (1 - beta3) r, debiased."""
     beta3: float = group["beta3"]
     p: Tensor = beta3 * state.get("exp_avg_gsnr", torch.zeros_like(r)) + (1 - beta3) * r
     state["exp_avg_gsnr"] = p
@@ -162,6 +163,7 @@ def momentum(state: dict[str, Any], d: Tensor, group: Mapping[str, Any]) -> Tens
 
 
 def debiased_moments(state: dict[str, Any], g: Tensor, group: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+    """Adam's m and v, divided by 1 - beta^t unless bias_correction is off."""
     beta1, beta2 = group["betas"]
     state["exp_avg"] = m = beta1 * state.get("exp_avg", torch.zeros_like(g)) + (1 - beta1) * g
     state["exp_avg_sq"] = v = beta2 * state.get("exp_avg_sq", torch.zeros_like(g)) + (1 - beta2) * g**2
@@ -171,7 +173,7 @@ def debiased_moments(state: dict[str, Any], g: Tensor, group: Mapping[str, Any])
 
 
 def trust_ratio(over: Tensor, under: Tensor, w: Tensor, u: Tensor, group: Mapping[str, Any]) -> Tensor:
-    """over / under, 1 where w or u has no norm, then clamped to trust_clip; 1 without adaptation."""
+    """Over / under, 1 where w or u has no norm, then clamped to trust_clip; 1 without adaptation."""
     one = torch.ones_like(over)
     if not group["adapt"]:
         return one
