@@ -20,13 +20,16 @@ class Record:
     """A run's file, written by the first rank; on the others rows go nowhere.
 
     Args:
-        path: the file, or None to write nothing.
-        environment: what every row was measured with.
+        path: the file, or None to write nothing. One that exists is gone on with: a run has processes one behind the
+            other.
+        environment: what every row was measured with; that of an existing file stays.
     """
 
     def __init__(self, path: Path | None, environment: dict[str, Any]) -> None:
         self._path = path
         self._run: dict[str, Any] = {"environment": environment} | {part: [] for part in PARTS}
+        if path is not None and path.exists():
+            self._run = json.loads(path.read_text())
 
     def add(self, part: str, row: dict[str, Any]) -> None:
         """Take one row and write the file."""

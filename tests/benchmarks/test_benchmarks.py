@@ -15,12 +15,12 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
 from benchmarks import report
 from benchmarks.bert import NETWORKS
-from benchmarks.command import command_line
+from benchmarks.command import command_line, without_leftovers
 from benchmarks.contenders import CONTENDERS
 from benchmarks.pages import replace_between
 from benchmarks.plan import configurations
 from benchmarks.ranks import Rank
-from benchmarks.record import PARTS, read_runs
+from benchmarks.record import PARTS, Record, read_runs
 from benchmarks.shards import OWNERSHIPS, dealt, routes_of
 from benchmarks.timing import Spread
 from benchmarks.training import engine_config
@@ -139,6 +139,22 @@ def test_a_failure_is_told_once() -> None:
     lines = report.section(run)
     assert sum("no compiler" in line for line in lines) == 1
     assert any("stage 1, accumulation 1; stage 2, accumulation 1" in line for line in lines)
+
+
+def test_nothing_is_measured_after_stage_3_in_its_process() -> None:
+    found = configurations({"large": 128, "base": 256}, (1, 2, 3, 0), (1, 4), list(CONTENDERS), ranks=2)
+    groups = without_leftovers(found)
+    assert [configuration for group in groups for configuration in group] == found
+    assert all(len({configuration.stage == 3 for configuration in group}) == 1 for group in groups)
+
+
+def test_a_run_goes_on_in_the_file_that_an_earlier_process_wrote(tmp_path: Path) -> None:
+    path = tmp_path / "run-1.json"
+    Record(path, {"date": "1"}).add("steps", {"row": 1})
+    Record(path, {"date": "2"}).add("steps", {"row": 2})
+    assert read_runs(tmp_path) == [
+        {"environment": {"date": "1"}, "collectives": [], "kernels": [], "steps": [{"row": 1}, {"row": 2}]}
+    ]
 
 
 def test_spread_is_numpys_percentiles() -> None:
