@@ -64,7 +64,7 @@ class VRAdam(VROptimizer):
 
     counts_steps = True
     averages_ratio = True
-    _decoupled: ClassVar[bool] = False
+    decoupled_decay: ClassVar[bool] = False
     _base_step: ClassVar[Callable[..., None]] = staticmethod(adam)
 
     def __init__(
@@ -137,7 +137,7 @@ class VRAdam(VROptimizer):
             adam_step(
                 table.blocks, index, averaged, adam_state(shard), partials,
                 lr=lr, shrink=1.0 - lr * shard.group["weight_decay"],
-                seed=gsnr.rounding_seed(int(shard.state["step"])), decoupled=self._decoupled, begins=begins,
+                seed=gsnr.rounding_seed(int(shard.state["step"])), decoupled=self.decoupled_decay, begins=begins,
             )  # fmt: skip
         self._counts = list(sum_blocks(table.blocks, partials))
 
@@ -145,7 +145,7 @@ class VRAdam(VROptimizer):
 class VRAdamW(VRAdam):
     """:class:`VRAdam` with decoupled weight decay, ``w *= 1 - lr * weight_decay`` (0.01 unless told otherwise)."""
 
-    _decoupled = True
+    decoupled_decay = True
     _base_step = staticmethod(adamw)
 
     def __init__(

@@ -15,6 +15,7 @@ from ds_vrgd.moments import LayerTable, Moments
 from ds_vrgd.optim import arguments
 from ds_vrgd.optim.average import averaged, dtype_of_average
 from ds_vrgd.optim.plain import PlainObserver
+from ds_vrgd.optim.restore import cast_averages, fitted
 from ds_vrgd.optim.shards import LayerStatistics, Observer, Shard
 from ds_vrgd.optim.sources import plain_sources, sources_with_sums
 from ds_vrgd.optim.verify import verify_direction
@@ -65,6 +66,8 @@ class VROptimizer(torch.optim.Optimizer):
     averages_ratio: ClassVar[bool] = False
     #: Whether the kernels also serve param groups whose gamma is 1; else their step is torch's own.
     has_plain_kernel: ClassVar[bool] = False
+    #: Whether weight decay stays out of the moments; None where they have nothing to do with it.
+    decoupled_decay: ClassVar[bool | None] = None
     #: False for the optimizers that never reduce variance: gamma is 1 in all their groups.
     reduces_variance: ClassVar[bool] = True
 
@@ -119,6 +122,21 @@ class VROptimizer(torch.optim.Optimizer):
         super().zero_grad(set_to_none)
         if isinstance(self._observer, PlainObserver):
             self._observer.after_step()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As in torch, and also from a checkpoint of the base optimizer, or of its variance-reducing twin.
+
+        Whether GSNR is on is what this optimizer was built with. A running mean of the ratio that the checkpoint lacks
+        begins anew (:func:`~ds_vrgd.optim.average.averaged`), one that is not wanted is dropped; one warning says so.
+
+        Raises:
+            ValueError: a state, an option or a shape that this optimizer cannot continue, or a state that is missing.
+        """
+        fit, notes = fitted(self, state_dict)
+        super().load_state_dict(fit)
+        cast_averages(self)
+        if notes and not (torch.distributed.is_initialized() and torch.distributed.get_rank()):
+            warnings.warn(f"{type(self).__name__}: {'; '.join(notes)}", stacklevel=2)
 
     def __getstate__(self) -> dict[str, Any]:
         """As in torch, with what the engine is told."""
@@ -199,8 +217,6 @@ class VROptimizer(torch.optim.Optimizer):
             if key not in shard.state:
                 dtype = dtype_of_average(shard) if key == "exp_avg_gsnr" else None
                 shard.state[key] = torch.zeros_like(shard.tensor, dtype=dtype, memory_format=torch.preserve_format)
-        if "exp_avg_gsnr" in shard.state:  # torch casts state to the weights' dtype when it loads a checkpoint
-            shard.state["exp_avg_gsnr"] = shard.state["exp_avg_gsnr"].to(dtype_of_average(shard))
 
     def state_keys(self, group: dict[str, Any]) -> tuple[str, ...]:
         """Per-element state that the base optimizer keeps for a param group."""
