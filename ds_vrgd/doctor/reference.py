@@ -147,10 +147,10 @@ def global_norm(gradients: Mapping[str, Tensor]) -> float:
 def average_ratio(state: dict[str, Any], r: Tensor, group: Mapping[str, Any]) -> Tensor:
     """P = beta3 p + (1 - beta3) r, debiased; without a p of earlier steps, as if each of them had seen this r."""
     beta3: float = group["beta3"]
-    p = torch.zeros_like(r)
+    before = torch.zeros_like(r)
     for _ in range(state["step"] - 1):
-        p = beta3 * p + (1 - beta3) * r
-    p = beta3 * state.get("exp_avg_gsnr", p) + (1 - beta3) * r
+        before = beta3 * before + (1 - beta3) * r
+    p: Tensor = beta3 * state.get("exp_avg_gsnr", before) + (1 - beta3) * r
     state["exp_avg_gsnr"] = p
     return p / float(1 - beta3 ** state["step"])
 
