@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ds_vrgd.doctor.weights import whole_layers, whole_weights
 from tests.support.model import batches
-from tests.support.trajectory import Case, whole_layers, whole_weights
+from tests.support.trajectory import Case
 
 #: A schedule and a loss scale that both move while the cases run.
 MOVING: dict[str, Any] = {
