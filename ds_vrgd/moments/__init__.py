@@ -3,12 +3,14 @@
 from ds_vrgd.moments.chan import Moments
 from ds_vrgd.moments.layout import SUM_DTYPE, Layer, LayerTable, Ranks, Segment, ShardLayout
 from ds_vrgd.moments.nodes import NodeGroups
+from ds_vrgd.moments.norms import ChunkNorms
 from ds_vrgd.moments.replicated import ReplicatedMoments
 from ds_vrgd.moments.route import Route
 from ds_vrgd.moments.sharded import ShardedMoments
 
 __all__ = [
     "SUM_DTYPE",
+    "ChunkNorms",
     "Layer",
     "LayerTable",
     "Moments",

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ds_vrgd.moments.chan import Moments, merge_
+from ds_vrgd.moments.norms import ChunkNorms
 
 
 class _Accumulator:
@@ -57,16 +58,19 @@ class ReplicatedMoments:
     Args:
         params: parameters whose gradients are observed, in an order that is the same on all ranks.
         group: process group of the data-parallel ranks; None for one process.
+        norms: takes the norm of every chunk gradient of this rank; None to take none.
     """
 
-    def __init__(self, params: Sequence[Tensor], group: Any | None = None) -> None:
+    def __init__(self, params: Sequence[Tensor], group: Any | None = None, *, norms: ChunkNorms | None = None) -> None:
         self._params = list(params)
+        self._norms = norms
         self._group = group
         self.ranks = 1 if group is None else torch.distributed.get_world_size(group)
         self._accumulators: dict[Tensor, _Accumulator] = {}
         self._flats: list[tuple[Tensor, Tensor]] = []
         self._merged = False
         self._chunks = 0
+        self._micro_batches = 0
 
     def extend(self, params: Sequence[Tensor]) -> None:
         """Observe more parameters, in the same order on all ranks; in the micro-batches so far their gradient was 0."""
@@ -97,9 +101,16 @@ class ReplicatedMoments:
         """Forget this window's chunks of one parameter (its gradient was thrown away unused)."""
         if param in self._accumulators:
             self._accumulators[param].restart()
+        if self._norms is not None:
+            self._norms.forget(param)
 
     def end_micro_batch(self) -> None:
         """Close the chunk that is open on this rank."""
+        backward = reversed(self._accumulators.items())
+        came = [(param, held.pending) for param, held in backward if held.pending is not None]
+        if came and self._norms is not None:
+            self._norms.note(self._micro_batches, came)
+        self._micro_batches += bool(came)
         for accumulator in self._accumulators.values():
             accumulator.close()
 
@@ -160,5 +171,8 @@ class ReplicatedMoments:
         """Begin the next window."""
         for accumulator in self._accumulators.values():
             accumulator.restart()
+        if self._norms is not None:
+            self._norms.clear()
         self._chunks = 0
+        self._micro_batches = 0
         self._merged = False

@@ -21,6 +21,7 @@ from ds_vrgd.moments.buckets import Bucket, Buffer, cut_into_buckets
 from ds_vrgd.moments.chan import Moments
 from ds_vrgd.moments.lanes import Lanes, lanes_on
 from ds_vrgd.moments.nodes import NodeGroups, NodeMoments
+from ds_vrgd.moments.norms import ChunkNorms
 from ds_vrgd.moments.route import Plan, Route
 from ds_vrgd.moments.store import ShardStore, Sink
 
@@ -73,6 +74,7 @@ class ShardedMoments:
         bucket_numel: elements of a bucket; a larger parameter gets a bucket of its own.
         nodes: exchange gradients inside the nodes only, and moments between them.
         in_flight: exchanges that may be under way at once.
+        norms: takes the norm of every chunk gradient of this rank; None to take none.
     """
 
     def __init__(
@@ -83,8 +85,10 @@ class ShardedMoments:
         *,
         nodes: NodeGroups | None = None,
         in_flight: int = 2,
+        norms: ChunkNorms | None = None,
     ) -> None:
         self._nodes = nodes
+        self._norms = norms
         self._plan = Plan.direct(group) if nodes is None else nodes.plan()
         self._routes = list(routes)
         self._bucket_numel = bucket_numel
@@ -192,12 +196,18 @@ class ShardedMoments:
         self._lanes.wait(sent.free)
         self._lanes.gather(filling.producers, filling.held.values())
         sent.copy(bucket, filling.held)
+        if self._norms is not None:
+            self._norms.note(self._micro_batches, filling.held.items())
         came = filling.copied | filling.held.keys()
         sent.complete(bucket, [route.param for route in bucket.routes if route.param not in came])
         self._sink.open(bucket)
         self._lanes.fork(filling.writers)
         self._next += 1
         with self._lanes.side():
+            if self._norms is not None and filling.copied:
+                places = sent.views(bucket).places
+                copied = [r.param for r in bucket.routes if r.param in filling.copied]
+                self._norms.note(self._micro_batches, [(p, view) for p in copied for view in places[p].views])
             while len(self._flights) >= self._in_flight:
                 self._land()
             self._flights.append(self._send(bucket, sent))
@@ -277,6 +287,8 @@ class ShardedMoments:
         self._filling.clear()
         self._flights.clear()  # with their buffers: nobody knows whether the other ranks have sent theirs
         self._sink.close()
+        if self._norms is not None:
+            self._norms.clear()
         self._next = 0
         self._micro_batches = 0
         self._finished = 0

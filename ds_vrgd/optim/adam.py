@@ -57,6 +57,8 @@ class VRAdam(VROptimizer):
             "observe" looks on beside it, "auto" replaces it wherever that is exact.
         ranks_per_node: so many consecutive ranks exchange gradients, and only moments travel between such groups. None
             to go by the launcher.
+        nonfinite: what to do about a window with a NaN or an infinity in a chunk: "skip" leaves the step out, "error"
+            raises FloatingPointError before any weight is updated. Layer, rank and micro-batch are named either way.
 
     Raises:
         ValueError: an argument out of its range.
@@ -81,6 +83,7 @@ class VRAdam(VROptimizer):
         gsnr_dtype: str | torch.dtype = "float32",
         reduction: str = "auto",
         ranks_per_node: int | None = None,
+        nonfinite: str = "skip",
         **unknown: Any,
     ) -> None:
         super().__init__(
@@ -98,6 +101,7 @@ class VRAdam(VROptimizer):
             unknown,
             reduction=reduction,
             ranks_per_node=ranks_per_node,
+            nonfinite=nonfinite,
         )
 
     def state_keys(self, group: dict[str, Any]) -> tuple[str, ...]:

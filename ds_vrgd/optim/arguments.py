@@ -69,6 +69,12 @@ def reduction(name: str, value: Any) -> None:
         raise ValueError(f'{name}={value!r} must be "auto", "fused" or "observe"')
 
 
+def nonfinite(name: str, value: Any) -> None:
+    """Require one of the words."""
+    if value not in ("skip", "error"):
+        raise ValueError(f'{name}={value!r} must be "skip" or "error"')
+
+
 def ranks_per_node(name: str, value: Any) -> None:
     """Require None or a positive integer."""
     if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
@@ -100,10 +106,14 @@ CHECKS: dict[str, Callable[[str, Any], None]] = {
     "gsnr_dtype": gsnr_dtype,
     "reduction": reduction,
     "ranks_per_node": ranks_per_node,
+    "nonfinite": nonfinite,
 }
 
 #: The arguments of variance reduction.
-GSNR = ("beta3", "gamma", "gsnr_eps", "gsnr_dtype", "reduction", "ranks_per_node")
+GSNR = ("beta3", "gamma", "gsnr_eps", "gsnr_dtype", "reduction", "ranks_per_node", "nonfinite")
+
+#: The arguments of the whole optimizer, which no param group has.
+OF_THE_WHOLE = ("reduction", "ranks_per_node", "nonfinite")
 
 
 def check(optimizer: str, known: Collection[str], given: Mapping[str, Any], hidden: Collection[str] = ()) -> None:
@@ -118,6 +128,19 @@ def check(optimizer: str, known: Collection[str], given: Mapping[str, Any], hidd
             raise ValueError(f"{optimizer} has no argument {name}={value!r}; it takes {', '.join(offered)}")
         if name in CHECKS:
             CHECKS[name](name, value)
+
+
+def refuse_of_the_whole(optimizer: str, group: Mapping[str, Any]) -> None:
+    """Refuse, in a param group, the arguments that cannot differ between groups.
+
+    Raises:
+        ValueError: naming the argument and where it belongs.
+    """
+    for name in OF_THE_WHOLE:
+        if name in group:
+            raise ValueError(
+                f"{name}={group[name]!r} in a param group: it holds for all groups. Give it to {optimizer}(...) itself"
+            )
 
 
 def refuse_gsnr(optimizer: str, given: Mapping[str, Any]) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ds_vrgd import gsnr, kernels
 from ds_vrgd.moments import LayerTable, Moments
-from ds_vrgd.optim import arguments
+from ds_vrgd.optim import arguments, nonfinite
 from ds_vrgd.optim.average import averaged, dtype_of_average
 from ds_vrgd.optim.plain import PlainObserver
 from ds_vrgd.optim.restore import cast_averages, fitted
@@ -58,6 +58,11 @@ class VROptimizer(torch.optim.Optimizer):
         unknown: arguments that the subclass does not have, refused here.
         reduction: "auto", "fused" or "observe"; for the engine that is built around the optimizer.
         ranks_per_node: for that engine, too; None to go by the launcher.
+        nonfinite: "skip" or "error": what to do about a window with a gradient that is not finite.
+
+    Attributes:
+        overflow: whether the last step was left out because a gradient was not finite. DeepSpeed's engine reads it, as
+            it does its own wrappers': the step counts as skipped, and the schedule waits.
     """
 
     #: Whether the base optimizer counts its steps in ``state["step"]``.
@@ -79,11 +84,12 @@ class VROptimizer(torch.optim.Optimizer):
         *,
         reduction: str = "auto",
         ranks_per_node: int | None = None,
+        nonfinite: str = "skip",
     ) -> None:
         hidden = () if self.reduces_variance else arguments.GSNR
-        of_engine = {"reduction": reduction, "ranks_per_node": ranks_per_node}
-        arguments.check(type(self).__name__, defaults | of_engine, defaults | of_engine | unknown, hidden)
-        self.reduction, self.ranks_per_node = reduction, ranks_per_node
+        of_all = {"reduction": reduction, "ranks_per_node": ranks_per_node, "nonfinite": nonfinite}
+        arguments.check(type(self).__name__, defaults | of_all, defaults | of_all | unknown, hidden)
+        self.reduction, self.ranks_per_node, self.nonfinite = reduction, ranks_per_node, nonfinite
         self._init_observation()
         super().__init__(params, defaults)
         self.observe(PlainObserver(self.param_groups))
@@ -96,6 +102,8 @@ class VROptimizer(torch.optim.Optimizer):
         self._counts: list[Tensor] = []
         self._warned_few_chunks = False
         self._first_window: int | None = None
+        self._judged_window = -1
+        self.overflow = False
         self._k = 0
 
     def observe(self, observer: Observer) -> None:
@@ -105,12 +113,13 @@ class VROptimizer(torch.optim.Optimizer):
         self._observer = observer
         self._tables.clear()
         self._first_window = None
-        self._statistics_window = -1
+        self._statistics_window = self._judged_window = -1
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As in torch, with the group's own arguments checked; keys that are no argument are left alone."""
         if not self.reduces_variance and param_group.get("gamma", 1.0) != 1.0:
             arguments.refuse_gsnr(type(self).__name__, param_group)
+        arguments.refuse_of_the_whole(type(self).__name__, param_group)
         known = {name: value for name, value in param_group.items() if name in self.defaults}
         arguments.check(type(self).__name__, self.defaults, known)
         super().add_param_group(param_group)
@@ -139,12 +148,13 @@ class VROptimizer(torch.optim.Optimizer):
             warnings.warn(f"{type(self).__name__}: {'; '.join(notes)}", stacklevel=2)
 
     def __getstate__(self) -> dict[str, Any]:
-        """As in torch, with what the engine is told."""
-        return super().__getstate__() | {"reduction": self.reduction, "ranks_per_node": self.ranks_per_node}
+        """As in torch, with the arguments of the whole optimizer."""
+        return super().__getstate__() | {name: getattr(self, name) for name in arguments.OF_THE_WHOLE}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore; arguments that an older or a base optimizer's checkpoint lacks take this one's defaults."""
-        super().__setstate__({"reduction": "auto", "ranks_per_node": None} | self.__dict__ | state)
+        earlier = {"reduction": "auto", "ranks_per_node": None, "nonfinite": "skip"}
+        super().__setstate__(earlier | self.__dict__ | state)
         for group in self.param_groups:
             for name, value in self.defaults.items():
                 group.setdefault(name, value)
@@ -163,7 +173,9 @@ class VROptimizer(torch.optim.Optimizer):
             closure: not supported, since it would run backward passes in the middle of a window.
 
         Raises:
-            RuntimeError: GSNR is on and fewer than two chunks were observed since the last step.
+            RuntimeError: GSNR is on and fewer than two chunks were observed since the last step, or the ranks differ in
+                their parameters, arguments or micro-batches.
+            FloatingPointError: ``nonfinite="error"``, and a gradient is not finite; nothing was updated.
         """
         if closure is not None:
             raise ValueError(f"{type(self).__name__}.step() takes no closure; call backward() before step()")
@@ -175,7 +187,7 @@ class VROptimizer(torch.optim.Optimizer):
         ]
         for shard in shards:
             self._ensure_state(shard)
-        if _allocating or not shards:
+        if _allocating or not shards or self._skips(shards):
             return
         reduced = [shard for shard in shards if shard.group["gamma"] < 1.0]
         plain = [shard for shard in shards if shard.group["gamma"] == 1.0]
@@ -228,6 +240,32 @@ class VROptimizer(torch.optim.Optimizer):
     def _update(self, shards: Sequence[Shard]) -> None:
         """The base optimizer's step on ``shard.grad``."""
         raise NotImplementedError
+
+    # -- gradients that are not finite --------------------------------------------------------------------------------
+
+    def _skips(self, shards: Sequence[Shard]) -> bool:
+        """Whether the window must be left out: one verdict for all its calls and all ranks, before any is updated."""
+        if all(group["gamma"] == 1.0 for group in self.param_groups):
+            return False
+        self.observer.agree(self)
+        self.observer.finish()
+        if self._judged_window != self.observer.window:
+            self._judged_window = self.observer.window
+            self.overflow = self.observer.has_bad([shard.tensor for shard in shards])
+        if self.overflow:
+            self.observer.skip_step(self.on_bad_gradient)
+        return self.overflow
+
+    def on_bad_gradient(self) -> FloatingPointError | None:
+        """Name the chunks of a window that is left out, in the log or in the error to be raised. A collective."""
+        found = nonfinite.where(self.observer.bad_gradients())
+        if self.nonfinite == "error":
+            return FloatingPointError(
+                f'the gradient of this step is not finite ({found}). nonfinite="error" stops before any weight is '
+                'updated; "skip" would leave the step out and go on.'
+            )
+        nonfinite.log_skip(type(self).__name__, found)
+        return None
 
     # -- GSNR ---------------------------------------------------------------------------------------------------------
 

@@ -48,6 +48,8 @@ class VRLAMB(VROptimizer):
             "observe" looks on beside it, "auto" replaces it wherever that is exact.
         ranks_per_node: so many consecutive ranks exchange gradients, and only moments travel between such groups. None
             to go by the launcher.
+        nonfinite: what to do about a window with a NaN or an infinity in a chunk: "skip" leaves the step out, "error"
+            raises FloatingPointError before any weight is updated. Layer, rank and micro-batch are named either way.
 
     Raises:
         ValueError: an argument out of its range.
@@ -77,6 +79,7 @@ class VRLAMB(VROptimizer):
         prenormalize: bool = False,
         reduction: str = "auto",
         ranks_per_node: int | None = None,
+        nonfinite: str = "skip",
         **unknown: Any,
     ) -> None:
         super().__init__(
@@ -98,6 +101,7 @@ class VRLAMB(VROptimizer):
             unknown,
             reduction=reduction,
             ranks_per_node=ranks_per_node,
+            nonfinite=nonfinite,
         )
 
     def state_keys(self, group: dict[str, Any]) -> tuple[str, ...]:
@@ -165,7 +169,7 @@ class LAMB(VRLAMB):
     """LAMB without variance reduction: :class:`VRLAMB` at ``gamma=1``, exact under every ZeRO stage.
 
     Takes the arguments of :class:`VRLAMB` but those of GSNR: ``beta3``, ``gamma``, ``gsnr_eps``, ``gsnr_dtype``,
-    ``reduction``, ``ranks_per_node``.
+    ``reduction``, ``ranks_per_node``, ``nonfinite``.
     """
 
     reduces_variance = False

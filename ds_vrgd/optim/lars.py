@@ -42,6 +42,8 @@ class VRLARS(VROptimizer):
             "observe" looks on beside it, "auto" replaces it wherever that is exact.
         ranks_per_node: so many consecutive ranks exchange gradients, and only moments travel between such groups. None
             to go by the launcher.
+        nonfinite: what to do about a window with a NaN or an infinity in a chunk: "skip" leaves the step out, "error"
+            raises FloatingPointError before any weight is updated. Layer, rank and micro-batch are named either way.
 
     Raises:
         ValueError: an argument out of its range.
@@ -68,6 +70,7 @@ class VRLARS(VROptimizer):
         adapt: bool = True,
         reduction: str = "auto",
         ranks_per_node: int | None = None,
+        nonfinite: str = "skip",
         **unknown: Any,
     ) -> None:
         super().__init__(
@@ -87,6 +90,7 @@ class VRLARS(VROptimizer):
             unknown,
             reduction=reduction,
             ranks_per_node=ranks_per_node,
+            nonfinite=nonfinite,
         )
 
     def state_keys(self, group: dict[str, Any]) -> tuple[str, ...]:
@@ -137,7 +141,7 @@ class LARS(VRLARS):
     """LARS without variance reduction: :class:`VRLARS` at ``gamma=1``, exact under every ZeRO stage.
 
     Takes the arguments of :class:`VRLARS` but those of GSNR: ``gamma``, ``gsnr_eps``, ``reduction``,
-    ``ranks_per_node``.
+    ``ranks_per_node``, ``nonfinite``.
     """
 
     reduces_variance = False

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from ds_vrgd.moments import SUM_DTYPE, Moments, Ranks, ReplicatedMoments, ShardLayout
+from ds_vrgd.moments import SUM_DTYPE, ChunkNorms, Moments, Ranks, ReplicatedMoments, ShardLayout
+from ds_vrgd.optim.agreement import require_agreement, table_of_optimizer
+from ds_vrgd.optim.nonfinite import BadGradient, any_rank_has_bad, gather_bad
+
+if TYPE_CHECKING:
+    from ds_vrgd.optim.base import VROptimizer
 
 # Relative difference of the ranks' gradients, in sums, that is taken for none: DDP leaves the same bits on all of them.
 SAME_GRADIENT = 1e-6
@@ -37,8 +42,10 @@ class PlainObserver:
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
         self._arrived: dict[Tensor, Tensor] = {}
         self._moments: ReplicatedMoments | None = None
+        self._norms = ChunkNorms()
         self._backward = -1
-        self._ranks_agree = False
+        self._unfinished: dict[int, set[Tensor]] = {}
+        self._ranks_agree = self._gradients_agree = False
         for group in param_groups:
             self.watch(group)
 
@@ -57,6 +64,7 @@ class PlainObserver:
                 self._handles.append(param.register_post_accumulate_grad_hook(_AccumulatedHook(self)))
             if self._moments is not None:
                 self._moments.extend(trained)
+        self._ranks_agree = False
 
     def detach(self) -> None:
         """Take the hooks away."""
@@ -67,34 +75,46 @@ class PlainObserver:
     def _window(self) -> ReplicatedMoments:
         """The moments of the window that is open."""
         if self._moments is None:
-            spread = torch.distributed.is_available() and torch.distributed.is_initialized()
-            self._moments = ReplicatedMoments(self._observed, torch.distributed.group.WORLD if spread else None)
+            self._moments = ReplicatedMoments(self._observed, self._group(), norms=self._norms)
         return self._moments
+
+    @staticmethod
+    def _group() -> Any | None:
+        spread = torch.distributed.is_available() and torch.distributed.is_initialized()
+        return torch.distributed.group.WORLD if spread else None
 
     def on_gradient(self, param: Tensor, grad: Tensor) -> None:
         """See a gradient of one parameter, before any reduction; torch.autograd.grad() may have asked for it."""
         if grad.layout is not torch.strided:
             raise ValueError("sparse gradients are not supported: build the embedding with sparse=False")
         if param.grad is None:
-            self._window().restart(param)
+            self._forget(param)
         self._expect_end()
         self._arrived[param] = grad
+
+    def _forget(self, param: Tensor) -> None:
+        """The gradient that this parameter's chunks made up was thrown away."""
+        self._window().restart(param)
+        for params in self._unfinished.values():
+            params.discard(param)
 
     def on_accumulated(self, param: Tensor) -> None:
         """Take the gradient of one parameter that arrived last: it is in ``.grad`` now, and so belongs to a chunk."""
         grad = self._arrived.pop(param, None)
         if grad is not None:
             self._window().add(param, grad)
+            self._unfinished.setdefault(self._backward, set()).add(param)
 
     def _expect_end(self) -> None:
         """Have the backward pass that is running call back at its end."""
         backward = torch._C._current_graph_task_id()
         if self._backward != backward:
             self._backward = backward
-            torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+            torch.autograd.Variable._execution_engine.queue_callback(lambda: self._end_backward(backward))
 
-    def _end_backward(self) -> None:
+    def _end_backward(self, backward: int) -> None:
         """A backward pass is over; the micro-batch is, too, unless the pass ran inside another one."""
+        self._unfinished.pop(backward, None)
         outer = torch._C._current_autograd_node()
         if outer is None:
             self._arrived.clear()
@@ -109,6 +129,19 @@ class PlainObserver:
         """The whole tensor as one layer."""
         return self._layouts[tensor]
 
+    def agree(self, optimizer: VROptimizer) -> None:
+        """Once, and again after ``add_param_group()``: do the ranks train the same? A collective under DDP.
+
+        Raises:
+            RuntimeError: on all ranks, naming the parameters or arguments in which they differ.
+        """
+        if not self._ranks_agree and self._group() is not None:
+            require_agreement(
+                table_of_optimizer(optimizer, {}),
+                "torch's ZeroRedundancyOptimizer does not, and DeepSpeed ZeRO takes its place",
+            )
+        self._ranks_agree = True
+
     def finish(self) -> int:
         """Merge the ranks' moments; a collective under DDP.
 
@@ -120,12 +153,39 @@ class PlainObserver:
         moments = self._window()
         for param in self._observed:
             if param.grad is None:
-                moments.restart(param)
+                self._forget(param)
+        self._refuse_broken_pass()
         k = moments.finish()
-        if moments.ranks > 1 and not self._ranks_agree:
+        if moments.ranks > 1 and not self._gradients_agree:
             self._check_gradients()
-            self._ranks_agree = True
+            self._gradients_agree = True
         return k
+
+    def _refuse_broken_pass(self) -> None:
+        held = {param for params in self._unfinished.values() for param in params}
+        if held:
+            name = self._layouts[next(iter(held))].layers[0].name
+            raise RuntimeError(
+                f"a backward pass of this window broke off (an exception, such as running out of memory), and .grad of "
+                f"{len(held)} parameters, '{name}' among them, holds a part of it. Call optimizer.zero_grad() where "
+                "you catch the exception, and begin the window again."
+            )
+
+    def has_bad(self, tensors: Sequence[Tensor]) -> bool:
+        """Of any rank's chunks, or of what is in ``.grad``."""
+        grads = [tensor.grad for tensor in tensors if tensor.grad is not None]
+        return any_rank_has_bad(self._norms, grads, self._group(), grads[0].device)
+
+    def bad_gradients(self) -> list[BadGradient]:
+        """Of all ranks."""
+        return gather_bad(self._norms, lambda param: self._layouts[param].layers[0].name, self._group())
+
+    def skip_step(self, on_bad_gradient: Callable[[], FloatingPointError | None]) -> None:
+        """The window ends here."""
+        error = on_bad_gradient()
+        self.after_step()
+        if error is not None:
+            raise error
 
     def _check_gradients(self) -> None:
         """Once: do the ranks hold the same gradient?"""
@@ -167,6 +227,7 @@ class PlainObserver:
     def after_step(self) -> None:
         """The window ends with the step."""
         self.window += 1
+        self._unfinished.clear()
         if self._moments is not None:
             self._moments.reset()
 

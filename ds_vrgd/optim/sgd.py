@@ -30,6 +30,8 @@ class VRSGD(VROptimizer):
             "observe" looks on beside it, "auto" replaces it wherever that is exact.
         ranks_per_node: so many consecutive ranks exchange gradients, and only moments travel between such groups. None
             to go by the launcher.
+        nonfinite: what to do about a window with a NaN or an infinity in a chunk: "skip" leaves the step out, "error"
+            raises FloatingPointError before any weight is updated. Layer, rank and micro-batch are named either way.
 
     Raises:
         ValueError: an argument out of its range, or ``nesterov`` without momentum.
@@ -49,6 +51,7 @@ class VRSGD(VROptimizer):
         gsnr_eps: float = 1e-6,
         reduction: str = "auto",
         ranks_per_node: int | None = None,
+        nonfinite: str = "skip",
         **unknown: Any,
     ) -> None:
         super().__init__(
@@ -64,6 +67,7 @@ class VRSGD(VROptimizer):
             unknown,
             reduction=reduction,
             ranks_per_node=ranks_per_node,
+            nonfinite=nonfinite,
         )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor
 
 from ds_vrgd.moments import LayerTable, Moments, Ranks, ShardLayout
+from ds_vrgd.optim.nonfinite import BadGradient
+
+if TYPE_CHECKING:
+    from ds_vrgd.optim.base import VROptimizer
 
 
 class Observer(Protocol):
@@ -26,8 +30,28 @@ class Observer(Protocol):
         """What one of the optimizer's tensors holds."""
         ...
 
+    def agree(self, optimizer: VROptimizer) -> None:
+        """Once: compare the ranks' parameters and arguments, where nobody has done so at the start. A collective."""
+        ...
+
     def finish(self) -> int:
         """Complete the window; returns its number of chunks k (0: nothing was observed)."""
+        ...
+
+    def has_bad(self, tensors: Sequence[Tensor]) -> bool:
+        """Whether any gradient of the window is not finite: the same on all ranks, and in all calls of a window.
+
+        Args:
+            tensors: those of this call of ``step()``.
+        """
+        ...
+
+    def bad_gradients(self) -> list[BadGradient]:
+        """Those of all ranks' chunks; a collective."""
+        ...
+
+    def skip_step(self, on_bad_gradient: Callable[[], FloatingPointError | None]) -> None:
+        """The window is left out: see that ``on_bad_gradient`` is called once at its end, and its error raised."""
         ...
 
     def moments(self, tensor: Tensor) -> Moments:

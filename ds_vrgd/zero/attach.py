@@ -38,7 +38,9 @@ def attach(engine: Engine) -> None:
     optimizer.observe(observer)
     guard_compile(engine)
     _call_after(engine, "_backward_epilogue", observer.end_micro_batch)
-    _call_after(engine, "_take_model_step", observer.end_window)
+    end = WindowEnd(optimizer, observer)
+    _call_after(engine, "_take_model_step", end.close)
+    _call_after(engine, "step", end.complain)
     if engine.global_rank == 0:
         layers = sum(len(layout.layers) for layout in holdings.layouts.values())
         logger.info(
@@ -65,6 +67,31 @@ def choose_reduction(engine: Engine, wanted: str) -> tuple[bool, str]:
     if wanted == "fused":
         raise ValueError(f'reduction="fused" cannot serve this configuration: {reason}; or set reduction to "auto".')
     return False, reason
+
+
+class WindowEnd:
+    """What follows the engine's step.
+
+    An error waits until ``engine.step()`` is through, so that a program that catches it finds the engine as after any
+    skipped step.
+    """
+
+    def __init__(self, optimizer: VROptimizer, observer: EngineObserver) -> None:
+        self._optimizer = optimizer
+        self._observer = observer
+        self._error: FloatingPointError | None = None
+
+    def close(self) -> None:
+        """The engine has stepped or skipped the step: say why, and forget the window."""
+        if self._observer.was_skipped():
+            self._error = self._optimizer.on_bad_gradient()
+        self._observer.end_window()
+
+    def complain(self) -> None:
+        """Raise what there is to be raised."""
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
 
 
 def _call_after(engine: Engine, name: str, then: Callable[[], None]) -> None:

@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from ds_vrgd.moments import SUM_DTYPE, Moments, NodeGroups, Ranks, ReplicatedMoments, ShardedMoments, ShardLayout
+from ds_vrgd.moments import (
+    SUM_DTYPE,
+    ChunkNorms,
+    Moments,
+    NodeGroups,
+    Ranks,
+    ReplicatedMoments,
+    ShardedMoments,
+    ShardLayout,
+)
+from ds_vrgd.optim import VROptimizer
+from ds_vrgd.optim.nonfinite import BadGradient, any_rank_has_bad, gather_bad
 from ds_vrgd.optim.plain import norm_of_gradients
 from ds_vrgd.zero.fused import fuse
 from ds_vrgd.zero.scale import GradientScale
@@ -46,6 +58,12 @@ class EngineObserver:
         self._holdings = holdings
         self._fused = engine.optimizer if fused else None
         self._micro_batches = 0
+        self._in_backward = False
+        self._names = engine.param_names
+        self._wrapper = engine.optimizer
+        self._data_parallel = engine.seq_data_parallel_group
+        # With a loss scale, infinities are its business: it skips the step, on all ranks, and is lowered.
+        self._norms = None if is_loss_scaled(engine) else ChunkNorms()
         # In fp32 without ZeRO the optimizer has the model's parameters, and their gradients are all there is.
         self._scale = None if engine.optimizer is engine.basic_optimizer else GradientScale(engine)
         self.ranks = Ranks(holdings.group, engine.device)
@@ -57,14 +75,14 @@ class EngineObserver:
             routes = sorted(holdings.routes, key=lambda route: place[route.param], reverse=True)
             bucket = min(int(engine.zero_reduce_bucket_size()), LARGEST_BUCKET)
             nodes = NodeGroups.build(holdings.group, ranks_per_node)
-            self._cut = ShardedMoments(routes, holdings.group, bucket, nodes=nodes)
+            self._cut = ShardedMoments(routes, holdings.group, bucket, nodes=nodes, norms=self._norms)
             if fused:
                 fuse(engine.optimizer, self._cut)
             else:
                 self._hook([route.param for route in routes], self._cut)
         if holdings.copies:
             params = list(holdings.copies.values())
-            self._whole = ReplicatedMoments(params, engine.seq_data_parallel_group)
+            self._whole = ReplicatedMoments(params, self._data_parallel, norms=self._norms)
             self._hook(params, self._whole)
 
     @staticmethod
@@ -103,6 +121,33 @@ class EngineObserver:
         """What one of the optimizer's tensors holds."""
         return self._holdings.layouts[tensor]
 
+    def agree(self, optimizer: VROptimizer) -> None:
+        """The ranks were compared when the engine was built."""
+
+    def has_bad(self, tensors: Sequence[Tensor]) -> bool:
+        """By the norm that DeepSpeed has just formed over the whole model, where it forms one."""
+        if self._norms is None:
+            return False
+        norm = getattr(self._wrapper, "_global_grad_norm", None)
+        if self._scale is None or norm is None:
+            # A shard's padding is uninitialised memory; whole tensors have none.
+            grads = [tensor.grad for tensor in tensors if tensor.grad is not None and self._cut is None]
+            return any_rank_has_bad(self._norms, grads, self._data_parallel, self.ranks.device or tensors[0].device)
+        norm = torch.as_tensor(norm)
+        return bool(~torch.isfinite(norm) | (norm < 0))  # DeepSpeed marks what it rejects by -1
+
+    def bad_gradients(self) -> list[BadGradient]:
+        """Of all ranks."""
+        return gather_bad(self._norms, lambda param: str(self._names[param]), self._data_parallel)
+
+    def skip_step(self, on_bad_gradient: Callable[[], FloatingPointError | None]) -> None:
+        """Have DeepSpeed count the step as skipped, as it does its own; the window's end says why."""
+        self._wrapper.overflow = True
+
+    def was_skipped(self) -> bool:
+        """Whether the step that the engine has just taken was left out for a gradient that is not finite."""
+        return self._norms is not None and bool(getattr(self._wrapper, "overflow", False))
+
     def finish(self) -> int:
         """The window's k; a collective where the ranks hold whole parameters."""
         return 0 if self._moments is None else self._moments.finish()
@@ -133,3 +178,8 @@ class EngineObserver:
 
     def after_step(self) -> None:
         """Nothing ends here: the engine may call ``step()`` again for another group of the same window."""
+
+
+def is_loss_scaled(engine: Engine) -> bool:
+    """Whether a loss scale decides which steps are skipped."""
+    return bool(engine.fp16_enabled() or getattr(engine, "torch_autocast_z0_gradscaler", None) is not None)

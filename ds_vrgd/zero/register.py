@@ -1,8 +1,8 @@
 """Make the optimizers' names known to DeepSpeed, and have every engine attach itself.
 
-``import ds_vrgd`` is all that a program with a DeepSpeed JSON needs, so five methods of ``DeepSpeedEngine`` are
-wrapped: what the JSON's name is, whether it is supported, how it is built, whether the configuration suits it, and
-what happens when the engine has built its wrapper around it.
+``import ds_vrgd`` is all that a program with a DeepSpeed JSON needs, so six methods of ``DeepSpeedEngine`` are
+wrapped: what the JSON's name is, whether it is supported, how the model is spread over the ranks, how the optimizer is
+built, whether the configuration suits it, and what happens when the engine has built its wrapper around it.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from deepspeed.runtime.zero import utils as zero_utils
 
 from ds_vrgd.optim import OPTIMIZERS, VROptimizer, allocate_state_only
 from ds_vrgd.zero.attach import attach
+from ds_vrgd.zero.ranks import is_ours, require_same_model, require_same_optimizer
 from ds_vrgd.zero.refusals import refuse_inexact
 from ds_vrgd.zero.versions import BELOW, OLDEST, check_version
 
@@ -39,6 +40,7 @@ def register() -> None:
     for name, wrapper in (
         ("optimizer_name", _optimizer_name),
         ("_is_supported_optimizer", _is_supported_optimizer),
+        ("_configure_distributed_model", _configure_distributed_model),
         ("_configure_basic_optimizer", _configure_basic_optimizer),
         ("_do_optimizer_sanity_check", _do_optimizer_sanity_check),
         ("_configure_optimizer", _configure_optimizer),
@@ -71,6 +73,13 @@ def _is_supported_optimizer(original: Callable[..., Any], engine: Any, name: str
     return name in NAMES or original(engine, name)
 
 
+def _configure_distributed_model(original: Callable[..., Any], engine: Any, model: Any, *args: Any) -> Any:
+    """The last moment before the first rank's weights are sent to all: other shapes there would hang or be garbled."""
+    if is_ours(engine, NAMES):
+        require_same_model(engine, model)
+    return original(engine, model, *args)
+
+
 def _configure_basic_optimizer(original: Callable[..., Any], engine: Any, parameters: Any) -> Any:
     name = engine.optimizer_name()
     if name not in NAMES:
@@ -84,6 +93,7 @@ def _do_optimizer_sanity_check(original: Callable[..., Any], engine: Any, optimi
     if isinstance(optimizer, VROptimizer):
         check_version()
         refuse_inexact(engine, type(optimizer).__name__)
+        require_same_optimizer(engine, optimizer)
     return original(engine, optimizer)
 
 

@@ -16,7 +16,7 @@ from ds_vrgd.kernels.blocks import BlockTable
 from ds_vrgd.kernels.shared import Source, empty_partials
 from ds_vrgd.moments import Layer, Moments, Ranks, Segment, ShardLayout
 from ds_vrgd.moments.chan import moments_of
-from ds_vrgd.optim import OPTIMIZERS
+from ds_vrgd.optim import OPTIMIZERS, VROptimizer
 from tests.kernels.conftest import COMPILED
 
 NUMELS = {"one": 1, "odd": 2047, "large": 4101, "still": 70, "elsewhere": 10}
@@ -49,7 +49,7 @@ class OneShard:
     ranks = Ranks()
 
     def __init__(self, parts: int, apart: bool) -> None:
-        self.window, self.k = 0, 0
+        self.window, self.k, self.bad = 0, 0, False
         self._parts, self._apart = parts, apart
 
     def receive(self, tensor: Tensor, chunks: Tensor) -> None:
@@ -62,8 +62,17 @@ class OneShard:
     def layout(self, tensor: Tensor) -> ShardLayout:
         return LAYOUT
 
+    def agree(self, optimizer: VROptimizer) -> None:
+        pass
+
     def finish(self) -> int:
         return self.k
+
+    def has_bad(self, tensors: Sequence[Tensor]) -> bool:
+        return self.bad
+
+    def skip_step(self, on_bad_gradient: Any) -> None:
+        self.after_step()
 
     def moments(self, tensor: Tensor) -> Moments:
         return self._moments
@@ -156,6 +165,32 @@ def test_follows_the_reference(
             assert statistics.clamped_low[place].item() == pytest.approx(at_floor, abs=2e-3)
     again, _, _ = trained(name, k, parts, apart, device, **arguments)
     assert torch.equal(again[inside], found[inside]), "two runs differ"
+
+
+@pytest.mark.parametrize("name", ["VRMomentum", "VRAdamW", "VRLARS", "VRLAMB"])
+def test_a_window_that_is_left_out_reaches_no_kernel(
+    monkeypatch: pytest.MonkeyPatch, name: str, device: torch.device
+) -> None:
+    if not COMPILED:
+        monkeypatch.setattr(kernels, "usable", lambda *tensors: True)
+    weights = torch.nn.Parameter(torch.zeros(NUMEL).to(device))
+    optimizer = OPTIMIZERS[name]([weights], lr=0.05)
+    observer = OneShard(1, False)
+    optimizer.observe(observer)
+    kept: list[dict[str, Any]] = []
+    for step in range(3):
+        observer.bad = step == 1
+        chunks = chunks_of(step, 4)
+        observer.receive(weights, chunks * float("nan") if observer.bad else chunks)
+        optimizer.step()
+        kept.append(
+            {"weights": weights.detach().clone(), **{k: v.clone() for k, v in optimizer.state[weights].items()}}
+        )
+    first, second, third = ({key: value.nan_to_num(7.0) for key, value in state.items()} for state in kept)
+    assert first.keys() == second.keys()
+    for key, value in first.items():
+        assert torch.equal(value, second[key]), key
+        assert not torch.equal(value, third[key]), key
 
 
 def test_the_noise_of_an_element_does_not_depend_on_where_its_layer_is_cut(device: torch.device) -> None:

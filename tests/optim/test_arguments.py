@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ds_vrgd.optim import LAMB, LARS, OPTIMIZERS, VRLAMB, VRSGD, VRMomentum, VROptimizer
-from ds_vrgd.optim.arguments import CHECKS, GSNR
+from ds_vrgd.optim.arguments import CHECKS, GSNR, OF_THE_WHOLE
 
 NAN = float("nan")
 # (argument, value, what the message says): one value just outside each end of the range, and what is no number at all.
@@ -46,6 +46,7 @@ WRONG: list[tuple[str, Any, str]] = [
     ("reduction", "both", 'reduction=\'both\' must be "auto", "fused" or "observe"'),
     ("ranks_per_node", 0, "ranks_per_node=0 is out of range: must be None or an integer >= 1"),
     ("ranks_per_node", True, "ranks_per_node=True is out of range"),
+    ("nonfinite", "ignore", 'nonfinite=\'ignore\' must be "skip" or "error"'),
 ]
 # The ends of the ranges that are inside them.
 RIGHT: list[tuple[str, Any]] = [
@@ -63,10 +64,8 @@ RIGHT: list[tuple[str, Any]] = [
     ("gsnr_dtype", torch.bfloat16),
     ("reduction", "fused"),
     ("ranks_per_node", 1),
+    ("nonfinite", "error"),
 ]
-
-#: Arguments of the optimizer that no param group has.
-OF_THE_ENGINE = ("reduction", "ranks_per_node")
 
 
 def weight() -> nn.Parameter:
@@ -74,7 +73,7 @@ def weight() -> nn.Parameter:
 
 
 def takes(cls: type[VROptimizer], name: str) -> bool:
-    return name in (*cls([weight()]).defaults, *OF_THE_ENGINE) and not (name in GSNR and not cls.reduces_variance)
+    return name in (*cls([weight()]).defaults, *OF_THE_WHOLE) and not (name in GSNR and not cls.reduces_variance)
 
 
 def test_every_checked_argument_is_tried() -> None:
@@ -93,7 +92,7 @@ def test_out_of_range(name: str, value: Any, message: str) -> None:
     for cls in takers:
         with pytest.raises(ValueError, match=re.escape(message)):
             cls([weight()], **{name: value})
-        if name in OF_THE_ENGINE:
+        if name in OF_THE_WHOLE:
             continue
         with pytest.raises(ValueError, match=re.escape(message)):
             cls([{"params": [weight()]}, {"params": [weight()], name: value}])
@@ -107,7 +106,7 @@ def test_ends_of_the_range(name: str, value: Any) -> None:
     for cls in OPTIMIZERS.values():
         if takes(cls, name) and not (name == "momentum" and cls is VRMomentum):
             optimizer = cls([weight()], **{name: value})
-            found = getattr(optimizer, name) if name in OF_THE_ENGINE else optimizer.param_groups[0][name]
+            found = getattr(optimizer, name) if name in OF_THE_WHOLE else optimizer.param_groups[0][name]
             assert found == value
 
 
@@ -120,7 +119,7 @@ def test_an_unknown_argument_is_named_with_the_known_ones(cls: type[VROptimizer]
     assert offered == sorted(offered)
     for name in offered:  # what is offered is accepted
         optimizer = cls([weight()])
-        default = getattr(optimizer, name) if name in OF_THE_ENGINE else optimizer.defaults[name]
+        default = getattr(optimizer, name) if name in OF_THE_WHOLE else optimizer.defaults[name]
         cls([weight()], **{name: default})
 
 

@@ -20,11 +20,13 @@ from tests.support.trajectory import Case, build
 METHODS = {
     "optimizer_name": (["self"], "register"),
     "_is_supported_optimizer": (["self", "optimizer_name"], "register"),
+    "_configure_distributed_model": (["self", "model"], "register"),
     "_configure_basic_optimizer": (["self", "model_parameters"], "register"),
     "_do_optimizer_sanity_check": (["self", "basic_optimizer"], "register"),
     "_configure_optimizer": (["self", "client_optimizer", "model_parameters"], "register"),
     "_backward_epilogue": (["self"], "attach"),
     "_take_model_step": (["self", "lr_kwargs"], "attach"),
+    "step": (["self", "lr_kwargs"], "attach"),
     "zero_reduce_bucket_size": (["self"], "observer"),
     "zero_optimization_stage": (["self"], "refusals"),
     "fp16_enabled": (["self"], "refusals"),
@@ -44,6 +46,7 @@ ENGINE = {
     "attach": ["basic_optimizer", "optimizer", "global_rank"],
     "observer": ["device", "seq_data_parallel_group"],
     "wrappers": ["param_names"],
+    "ranks": ["client_optimizer", "mpu"],
     "refusals": [
         "_config", "zenflow", "mp_world_size", "sequence_parallel_size", "has_moe_layers", "gradient_average", "module",
     ],
@@ -53,17 +56,17 @@ ENGINE = {
 WRAPPERS = {
     "FP16_UnfusedOptimizer": (
         Case("VRLAMB", 0, "bf16", 2),
-        ["optimizer", "fp16_groups", "fp32_groups", "clip_grad", "_global_grad_norm", "loss_scale"],
+        ["optimizer", "fp16_groups", "fp32_groups", "clip_grad", "overflow", "_global_grad_norm", "loss_scale"],
     ),
     "BF16_Optimizer": (
         Case("VRLAMB", 1, "bf16", 2, "fp32"),
-        ["optimizer", "bf16_groups", "fp32_groups_flat_partition", "real_dp_process_group", "clip_grad"],
+        ["optimizer", "bf16_groups", "fp32_groups_flat_partition", "real_dp_process_group", "clip_grad", "overflow"],
     ),
     "DeepSpeedZeroOptimizer": (
         Case("VRLAMB", 2, "bf16", 2, reduction="observe"),
         [
             "optimizer", "round_robin_bit16_groups", "round_robin_bit16_offsets", "single_partition_of_fp32_groups",
-            "real_dp_process_group", "clip_grad", "_global_grad_norm", "loss_scale", "dp_process_group",
+            "real_dp_process_group", "clip_grad", "overflow", "_global_grad_norm", "loss_scale", "dp_process_group",
             "bit16_groups", "bit16_groups_flat", "averaged_gradients", "ready_for_gradients", "_release_ipg_buffers",
             "_build_compact_grad_partition_buffer", "_grad_acc_hooks", "_epilogue_ran_this_backward", "cpu_offload",
             "is_gradient_accumulation_boundary", "set_gradient_accumulation_boundary",
@@ -73,9 +76,10 @@ WRAPPERS = {
         Case("VRLAMB", 3, "bf16", 2, reduction="observe"),
         [
             "optimizer", "fp16_groups", "fp32_partitioned_groups_flat", "sub_group_to_group_id", "grad_position",
-            "get_param_id", "dp_process_group", "clip_grad", "_global_grad_norm", "loss_scale", "averaged_gradients",
-            "_DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition", "_grad_acc_hooks", "offload_optimizer",
-            "_epilogue_ran_this_backward", "is_gradient_accumulation_boundary", "set_gradient_accumulation_boundary",
+            "get_param_id", "dp_process_group", "clip_grad", "overflow", "_global_grad_norm", "loss_scale",
+            "averaged_gradients", "_DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition", "_grad_acc_hooks",
+            "offload_optimizer", "_epilogue_ran_this_backward", "is_gradient_accumulation_boundary",
+            "set_gradient_accumulation_boundary",
         ],
     ),
 }  # fmt: skip

@@ -1,0 +1,97 @@
+"""Do all ranks train the same parameters with the same arguments? Asked once, at the start."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from ds_vrgd.optim.base import VROptimizer
+
+# Differences that a message lists.
+MOST_DIFFERENCES = 4
+
+
+def require_agreement(mine: Mapping[str, str], remark: str = "") -> None:
+    """Compare a table with those of the other ranks. A collective: one digest a rank, the tables if these differ.
+
+    Args:
+        mine: what is compared, by what it is called; the order counts.
+        remark: what else the message says about the way out.
+
+    Raises:
+        RuntimeError: on every rank, naming what differs, its values and their ranks.
+    """
+    world = torch.distributed.get_world_size()
+    if world == 1:
+        return
+    digest = hashlib.sha256(repr(list(mine.items())).encode()).hexdigest()
+    digests: list[Any] = [None] * world
+    torch.distributed.all_gather_object(digests, digest)
+    if len(set(digests)) == 1:
+        return
+    tables: list[Any] = [None] * world
+    torch.distributed.all_gather_object(tables, dict(mine))
+    differences = list(_differences(tables))
+    more = f"; and {len(differences) - MOST_DIFFERENCES} more" if len(differences) > MOST_DIFFERENCES else ""
+    raise RuntimeError(
+        f"the ranks differ in what they train: {'; '.join(differences[:MOST_DIFFERENCES])}{more}. Build the same model "
+        f"and optimizer, with the same arguments, on every rank{'; ' if remark else ''}{remark}."
+    )
+
+
+def _differences(tables: list[Mapping[str, str]]) -> Iterable[str]:
+    names = {name: None for table in tables for name in table}
+    for name in names:
+        ranks: dict[str, list[int]] = {}
+        for rank, table in enumerate(tables):
+            ranks.setdefault(table.get(name, "missing"), []).append(rank)
+        if len(ranks) > 1:
+            yield f"{name} is " + ", ".join(f"{value} on {_listed(where)}" for value, where in ranks.items())
+    if all(dict(table) == tables[0] for table in tables):
+        yield "the order of the parameters"
+
+
+def _listed(ranks: list[int]) -> str:
+    shown = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
+    return f"rank{'s' if len(ranks) > 1 else ''} {shown}"
+
+
+def table_of_params(named: Iterable[tuple[str, Tensor]]) -> dict[str, str]:
+    """Name, dtype, shape of parameters, and whether they are trained; whole, where ZeRO-3 has cut them."""
+    return {
+        f"'{name}'": (
+            f"{str(param.dtype).removeprefix('torch.')} {tuple(getattr(param, 'ds_shape', param.shape))}"
+            f"{'' if param.requires_grad else ', frozen'}"
+        )
+        for name, param in named
+    }
+
+
+def table_of_optimizer(optimizer: VROptimizer, names: Mapping[Tensor, str]) -> dict[str, str]:
+    """Class, arguments, param groups and their parameters; those that ``names`` and the group lack go by number."""
+    table = {"the optimizer": type(optimizer).__name__} | {
+        name: repr(getattr(optimizer, name)) for name in ("reduction", "ranks_per_node", "nonfinite")
+    }
+    for index, group in enumerate(optimizer.param_groups):
+        table |= {f"{name} of param group {index}": _plain(group[name]) for name in optimizer.defaults if name in group}
+        given = group.get("param_names") or [names.get(param) for param in group["params"]]
+        for place, (name, param) in enumerate(zip(given, group["params"], strict=True)):
+            ((label, value),) = table_of_params([(name or f"parameter {place} of param group {index}", param)]).items()
+            table[label] = f"{value}, number {place} of param group {index}"
+    return table
+
+
+def _plain(value: Any) -> str:
+    """One spelling for what means the same: lists and tuples, dtypes and their names, numbers and scalar tensors."""
+    if isinstance(value, Tensor):
+        value = value.item()
+    if isinstance(value, (list, tuple)):
+        return repr(tuple(float(entry) for entry in value))
+    if isinstance(value, int) and not isinstance(value, bool):
+        value = float(value)
+    return str(value).removeprefix("torch.")
