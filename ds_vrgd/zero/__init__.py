@@ -2,5 +2,7 @@
 
 from ds_vrgd.zero.engines import leave_out_shared_memory_op, set_batch_sizes
 from ds_vrgd.zero.register import register
+from ds_vrgd.zero.saved import CheckpointError
+from ds_vrgd.zero.universal import to_universal
 
-__all__ = ["leave_out_shared_memory_op", "register", "set_batch_sizes"]
+__all__ = ["CheckpointError", "leave_out_shared_memory_op", "register", "set_batch_sizes", "to_universal"]

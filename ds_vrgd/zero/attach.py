@@ -12,6 +12,7 @@ from ds_vrgd.optim import VROptimizer
 from ds_vrgd.zero.fused import unfit
 from ds_vrgd.zero.observer import EngineObserver
 from ds_vrgd.zero.refusals import guard_compile
+from ds_vrgd.zero.restore import load_instead
 from ds_vrgd.zero.topology import ranks_per_node
 from ds_vrgd.zero.wrappers import holdings_of
 
@@ -37,6 +38,7 @@ def attach(engine: Engine) -> None:
     observer = EngineObserver(engine, holdings, fused=fused, ranks_per_node=per_node)
     optimizer.observe(observer)
     guard_compile(engine)
+    load_instead(engine)
     _call_after(engine, "_backward_epilogue", observer.end_micro_batch)
     end = WindowEnd(optimizer, observer)
     _call_after(engine, "_take_model_step", end.close)

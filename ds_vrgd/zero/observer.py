@@ -114,7 +114,7 @@ class EngineObserver:
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """The optimizer's tensors on this rank, also while DeepSpeed keeps them out of the param groups."""
+        """The optimizer's tensors on this rank, by param group, also while DeepSpeed keeps them out of the groups."""
         return tuple(self._holdings.layouts)
 
     def layout(self, tensor: Tensor) -> ShardLayout:

@@ -143,6 +143,24 @@ def _summed_gradients(engine: Engine) -> str | None:
     return None
 
 
+def _elastic_checkpoint(engine: Engine) -> str | None:
+    if engine.zero_elastic_checkpoint():
+        return (
+            "zero_optimization.elastic_checkpoint=true: DeepSpeed then saves the state without the param groups' "
+            "options, and could not load it. Set it to false; ds-vrgd to-universal changes the number of ranks"
+        )
+    return None
+
+
+def _universal_without_zero(engine: Engine) -> str | None:
+    if engine.load_universal_checkpoint() and _stage(engine) == 0:
+        return (
+            "checkpoint.load_universal=true with zero_optimization.stage=0: DeepSpeed would leave the weights as they "
+            "are. Set it to false: without ZeRO a checkpoint loads as it is at any number of ranks"
+        )
+    return None
+
+
 REFUSALS: tuple[Callable[[Engine], str | None], ...] = (
     _fp16_without_zero,
     _fp16_autocast,
@@ -160,6 +178,8 @@ REFUSALS: tuple[Callable[[Engine], str | None], ...] = (
     _sequence_parallel,
     _experts,
     _summed_gradients,
+    _elastic_checkpoint,
+    _universal_without_zero,
 )
 
 

@@ -45,7 +45,7 @@ def options(engine: Any) -> list[dict[str, Any]]:
 def everything(engine: Any) -> dict[str, Any]:
     """This rank's shards and state as they lie, and what the ranks share; a collective at stage 3."""
     optimizer = engine.basic_optimizer
-    tensors = list(optimizer.observer._holdings.layouts)
+    tensors = optimizer.observer.tensors
     with whole_weights(engine) as weights:
         model = {name: weight.detach().cpu().clone() for name, weight in weights.items()}
     return {
@@ -76,7 +76,7 @@ def real(optimizer: Any, tensor: Tensor, values: Tensor) -> Tensor | list[Tensor
 def whole_state(engine: Any) -> dict[str, dict[str, Tensor]]:
     """``fp32`` and every per-element state by layer, flat, put together from all ranks; a collective."""
     optimizer = engine.basic_optimizer
-    tensors = list(optimizer.observer._holdings.layouts)
+    tensors = optimizer.observer.tensors
     found = {"fp32": whole_layers(optimizer, {tensor: tensor.detach() for tensor in tensors})}
     keys = {key for tensor in tensors for key in optimizer.state.get(tensor, {})}
     gathered: list[Any] = [None] * torch.distributed.get_world_size()
