@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from ds_vrgd.optim.arguments import OF_THE_WHOLE
+
 if TYPE_CHECKING:
     from ds_vrgd.optim.base import VROptimizer
 
@@ -75,8 +77,9 @@ def table_of_params(named: Iterable[tuple[str, Tensor]]) -> dict[str, str]:
 def table_of_optimizer(optimizer: VROptimizer, names: Mapping[Tensor, str]) -> dict[str, str]:
     """Class, arguments, param groups and their parameters; those that ``names`` and the group lack go by number."""
     table = {"the optimizer": type(optimizer).__name__} | {
-        name: repr(getattr(optimizer, name)) for name in ("reduction", "ranks_per_node", "nonfinite")
+        name: repr(getattr(optimizer, name)) for name in OF_THE_WHOLE
     }
+    table["the number of param groups"] = str(len(optimizer.param_groups))
     for index, group in enumerate(optimizer.param_groups):
         table |= {f"{name} of param group {index}": _plain(group[name]) for name in optimizer.defaults if name in group}
         given = group.get("param_names") or [names.get(param) for param in group["params"]]

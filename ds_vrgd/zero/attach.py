@@ -41,6 +41,9 @@ def attach(engine: Engine) -> None:
     load_instead(engine)
     _call_after(engine, "_backward_epilogue", observer.end_micro_batch)
     end = WindowEnd(optimizer, observer)
+    if reduces:
+        _call_before(engine, "_backward_prologue", observer.begin_micro_batch)
+        _call_before(engine, "_take_model_step", observer.refuse_broken_pass)
     _call_after(engine, "_take_model_step", end.close)
     _call_after(engine, "step", end.complain)
     if engine.global_rank == 0:
@@ -94,6 +97,18 @@ class WindowEnd:
         error, self._error = self._error, None
         if error is not None:
             raise error
+
+
+def _call_before(engine: Engine, name: str, first: Callable[[], None]) -> None:
+    """Have ``first`` called before every call of one of this engine's methods."""
+    method = getattr(engine, name)
+
+    @functools.wraps(method)
+    def preceded(*args: Any, **kwargs: Any) -> Any:
+        first()
+        return method(*args, **kwargs)
+
+    setattr(engine, name, preceded)
 
 
 def _call_after(engine: Engine, name: str, then: Callable[[], None]) -> None:

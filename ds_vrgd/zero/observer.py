@@ -58,7 +58,7 @@ class EngineObserver:
         self._holdings = holdings
         self._fused = engine.optimizer if fused else None
         self._micro_batches = 0
-        self._in_backward = False
+        self._open_pass: int | None = None
         self._names = engine.param_names
         self._wrapper = engine.optimizer
         self._data_parallel = engine.seq_data_parallel_group
@@ -95,8 +95,33 @@ class EngineObserver:
     def _moments(self) -> ReplicatedMoments | ShardedMoments | None:
         return self._cut if self._cut is not None else self._whole
 
+    def begin_micro_batch(self) -> None:
+        """A backward pass of the engine begins; called once or more often in a pass.
+
+        Raises:
+            RuntimeError: the one before never ended.
+        """
+        backward = torch._C._current_graph_task_id()
+        if backward < 0 or backward != self._open_pass:  # DeepSpeed may call this before autograd runs: -1
+            self.refuse_broken_pass()
+        self._open_pass = backward
+
+    def refuse_broken_pass(self) -> None:
+        """Go no further with a window that holds a part of a backward pass.
+
+        Raises:
+            RuntimeError: there is one.
+        """
+        if self._open_pass is not None:
+            raise RuntimeError(
+                "a backward pass of this window broke off (an exception, such as running out of memory), and DeepSpeed "
+                "has taken in a part of its gradients that it cannot give back. Start again from the last checkpoint; "
+                "do not catch exceptions around engine.backward()."
+            )
+
     def end_micro_batch(self) -> None:
         """A backward pass of the engine is over."""
+        self._open_pass = None
         self._micro_batches += 1
         if self._scale is not None:
             self._scale.note_micro_batch()

@@ -24,6 +24,7 @@ METHODS = {
     "_configure_basic_optimizer": (["self", "model_parameters"], "register"),
     "_do_optimizer_sanity_check": (["self", "basic_optimizer"], "register"),
     "_configure_optimizer": (["self", "client_optimizer", "model_parameters"], "register"),
+    "_backward_prologue": (["self"], "attach"),
     "_backward_epilogue": (["self"], "attach"),
     "_take_model_step": (["self", "lr_kwargs"], "attach"),
     "step": (["self", "lr_kwargs"], "attach"),
