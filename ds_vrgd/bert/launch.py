@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 import os
 from collections.abc import Callable
 from datetime import timedelta
@@ -16,6 +15,7 @@ from deepspeed.accelerator import get_accelerator
 from ds_vrgd.bert.errors import InputError
 from ds_vrgd.bert.runfile import Phase, RunFile
 from ds_vrgd.zero import leave_out_shared_memory_op
+from ds_vrgd.zero.configs import read_config
 
 _PREPARATION_TIMEOUT = timedelta(days=2)  # a large corpus takes hours to tokenise
 
@@ -39,14 +39,10 @@ def load_deepspeed_config(path: Path) -> dict[str, Any]:
         InputError: not readable, not JSON, without an optimizer, or with a schedule of its own.
     """
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise InputError(
-            f"--deepspeed_config {path} cannot be read ({error.strerror}); give the path of a DeepSpeed JSON file"
-        ) from error
+        config = read_config(path)
     except ValueError as error:
-        raise InputError(f"--deepspeed_config {path} is not JSON: {error}") from error
-    if not isinstance(config, dict) or "type" not in config.get("optimizer", {}):
+        raise InputError(str(error)) from error
+    if "type" not in config.get("optimizer", {}):
         raise InputError(
             f'--deepspeed_config {path} names no optimizer; add "optimizer": {{"type": "VRLAMB", "params": ...}}'
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,12 +10,12 @@ from torch import Tensor, nn
 
 
 def loss_of(model: Any, batch: Any) -> Tensor:
-    """The loss that a model, or an engine around it, gives for a batch: a tensor, a tuple or a dict of arguments.
+    """The loss that a model, or an engine around it, gives for a batch: a tensor, a tuple or a mapping of arguments.
 
     Raises:
         TypeError: the model returns neither a loss nor something with ``.loss``.
     """
-    if isinstance(batch, dict):
+    if isinstance(batch, Mapping):
         output = model(**batch)
     else:
         output = model(*batch) if isinstance(batch, (tuple, list)) else model(batch)

@@ -146,10 +146,13 @@ class NodeMoments:
                 self._land(flights.popleft(), parts)
         self._lanes.join()
 
+    def _column(self, bucket: Bucket) -> list[int]:
+        """Elements that each node's rank of this column owns."""
+        return bucket.regions[self._groups.rank % self._groups.per_node :: self._groups.per_node]
+
     def _launch(self, bucket: Bucket) -> _Flight:
-        nodes, per_node = self._groups.nodes, self._groups.per_node
-        column = bucket.regions[self._groups.rank % per_node :: per_node]
-        own = bucket.regions[self._groups.rank]
+        nodes = self._groups.nodes
+        column, own = self._column(bucket), bucket.regions[self._groups.rank]
         moments = self._columns[bucket]
         totals, m2s = (moment.new_empty(nodes, own) for moment in moments)
         works = [
@@ -167,6 +170,18 @@ class NodeMoments:
             end = piece.start + piece.numel
             received = flight.totals[:, piece.start : end], flight.m2s[:, piece.start : end]
             merge_nodes_(*received, *self._store.views(piece), parts, self._groups.per_node)
+
+    def nbytes(self) -> int:
+        """Bytes held now."""
+        return self._store.nbytes() + sum(moment.nbytes for column in self._columns.values() for moment in column)
+
+    def sent_bytes(self) -> int:
+        """Bytes that :meth:`finish` sends to other nodes: two moments of what they own."""
+        sent = 0
+        for bucket in self._buckets:
+            elements = sum(self._column(bucket)) - bucket.regions[self._groups.rank]
+            sent += 2 * elements * torch.promote_types(bucket.dtype, torch.float32).itemsize
+        return sent
 
     def close(self) -> None:
         """Let go of all memory."""

@@ -167,6 +167,14 @@ class ReplicatedMoments:
         accumulator = self._accumulators[param]
         return Moments(accumulator.mean, accumulator.m2)
 
+    def held_bytes(self) -> tuple[int, int]:
+        """Bytes held now, outside a micro-batch: of moments, and of buffers, which there are none of."""
+        return sum(moment.nbytes for flats in self._flats for moment in flats), 0
+
+    def sent_bytes(self) -> tuple[int, int]:
+        """Bytes that this rank sends to others: in a micro-batch, and once a window, as a ring all-reduces."""
+        return 0, 2 * (self.ranks - 1) * self.held_bytes()[0] // self.ranks
+
     def reset(self) -> None:
         """Begin the next window."""
         for accumulator in self._accumulators.values():

@@ -278,6 +278,16 @@ class ShardedMoments:
         total, m2 = (moment.to(shard.device) for moment in held)
         return Moments(total, m2, self._micro_batches)
 
+    def held_bytes(self) -> tuple[int, int]:
+        """Bytes held now, outside a micro-batch: of moments, and of the buffers to send and to receive."""
+        return self._sink.nbytes(), sum(buffer.data.nbytes for spare in self._spare.values() for buffer in spare)
+
+    def sent_bytes(self) -> tuple[int, int]:
+        """Bytes that this rank sends to others: in a micro-batch, and once a window."""
+        me = self._plan.me
+        sent = sum((bucket.numel - bucket.splits[me]) * bucket.dtype.itemsize for bucket in self._buckets)
+        return sent, self._sink.sent_bytes()
+
     def reset(self) -> None:
         """Begin the next window, also after a backward pass that was broken off half-way."""
         self._lanes.join()

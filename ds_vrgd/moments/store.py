@@ -24,6 +24,12 @@ class Sink(Protocol):
     def finish(self, parts: int) -> None:
         """Bring the shards' moments up to date; a collective where nodes have to talk."""
 
+    def nbytes(self) -> int:
+        """Bytes held now."""
+
+    def sent_bytes(self) -> int:
+        """Bytes that :meth:`finish` sends to other ranks."""
+
     def close(self) -> None:
         """Let go of all memory."""
 
@@ -75,6 +81,14 @@ class ShardStore:
     def of(self, shard: Tensor) -> tuple[Tensor, Tensor] | None:
         """``total`` and ``m2`` of a shard; None if nothing has come for it."""
         return self._held.get(shard)
+
+    def nbytes(self) -> int:
+        """Bytes held now."""
+        return sum(moment.nbytes for held in self._held.values() for moment in held)
+
+    def sent_bytes(self) -> int:
+        """The shards talk to nobody."""
+        return 0
 
     def close(self) -> None:
         """Let go of all memory."""

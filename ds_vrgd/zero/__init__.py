@@ -1,8 +1,15 @@
 """The only rooms that touch DeepSpeed."""
 
-from ds_vrgd.zero.engines import leave_out_shared_memory_op, set_batch_sizes
+from ds_vrgd.zero.engines import compute_fp16_on_cpu, leave_out_shared_memory_op, set_batch_sizes
 from ds_vrgd.zero.register import register
 from ds_vrgd.zero.saved import CheckpointError
 from ds_vrgd.zero.universal import to_universal
 
-__all__ = ["CheckpointError", "leave_out_shared_memory_op", "register", "set_batch_sizes", "to_universal"]
+__all__ = [
+    "CheckpointError",
+    "compute_fp16_on_cpu",
+    "leave_out_shared_memory_op",
+    "register",
+    "set_batch_sizes",
+    "to_universal",
+]

@@ -35,7 +35,7 @@ def attach(engine: Engine) -> None:
     fused, why = choose_reduction(engine, optimizer.reduction) if reduces else (False, "gamma=1")
     holdings = holdings_of(engine, every_group=fused)
     per_node = ranks_per_node(optimizer.ranks_per_node, engine.device) if holdings.routes else 1
-    observer = EngineObserver(engine, holdings, fused=fused, ranks_per_node=per_node)
+    observer = EngineObserver(engine, holdings, fused=fused, ranks_per_node=per_node, why=why)
     optimizer.observe(observer)
     guard_compile(engine)
     load_instead(engine)

@@ -6,6 +6,7 @@ from typing import Any
 
 import deepspeed
 import deepspeed.ops
+from deepspeed.accelerator import get_accelerator
 
 Engine = Any
 
@@ -17,6 +18,16 @@ def leave_out_shared_memory_op() -> None:
     inference uses it.
     """
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+
+
+def compute_fp16_on_cpu() -> None:
+    """Have DeepSpeed train in fp16 on CPUs without instructions for it, where PyTorch computes it all the same, slowly.
+
+    Does nothing on other devices.
+    """
+    accelerator = get_accelerator()
+    if accelerator.device_name() == "cpu":
+        type(accelerator).is_fp16_supported = lambda self: True
 
 
 def set_batch_sizes(engine: Engine, micro_batch: int, global_batch: int) -> None:

@@ -51,10 +51,17 @@ class EngineObserver:
         holdings: what its optimizer wrapper holds.
         fused: replace the wrapper's reduction; else look on beside it, through hooks on the parameters.
         ranks_per_node: gradients travel among so many consecutive ranks, and only moments beyond them.
+        why: what decided on ``fused``.
+
+    Attributes:
+        mode: "fused", "observe", or "off" where nothing is observed (``gamma=1``).
+        why: as given.
     """
 
-    def __init__(self, engine: Engine, holdings: Holdings, *, fused: bool, ranks_per_node: int) -> None:
+    def __init__(self, engine: Engine, holdings: Holdings, *, fused: bool, ranks_per_node: int, why: str = "") -> None:
         self.window = 0
+        self.mode = "fused" if fused else "observe" if holdings.routes or holdings.copies else "off"
+        self.why = why
         self._holdings = holdings
         self._fused = engine.optimizer if fused else None
         self._micro_batches = 0
@@ -141,6 +148,14 @@ class EngineObserver:
     def tensors(self) -> tuple[Tensor, ...]:
         """The optimizer's tensors on this rank, by param group, also while DeepSpeed keeps them out of the groups."""
         return tuple(self._holdings.layouts)
+
+    def held_bytes(self) -> tuple[int, int]:
+        """Bytes held on this rank now, outside a backward pass: of moments, and of exchange buffers."""
+        return (0, 0) if self._moments is None else self._moments.held_bytes()
+
+    def sent_bytes(self) -> tuple[int, int]:
+        """Bytes of moments and gradients that this rank sends to others: in a micro-batch, and once a step."""
+        return (0, 0) if self._moments is None else self._moments.sent_bytes()
 
     def layout(self, tensor: Tensor) -> ShardLayout:
         """What one of the optimizer's tensors holds."""

@@ -67,6 +67,14 @@ def holdings_of(engine: Engine, *, every_group: bool = False) -> Holdings:
     return readers[type(wrapper)](engine, (lambda group: True) if every_group else _observed)
 
 
+def wrapper_name(engine: Engine) -> str:
+    """DeepSpeed's class around the optimizer, also where it was re-classed; "none" if there is none."""
+    wrapper = engine.optimizer
+    if wrapper is engine.basic_optimizer:
+        return "none"
+    return next(cls.__name__ for cls in type(wrapper).__mro__ if cls.__module__.startswith("deepspeed."))
+
+
 def _observed(group: dict[str, Any]) -> bool:
     return bool(group["gamma"] < 1.0)
 

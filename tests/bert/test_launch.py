@@ -76,7 +76,7 @@ def test_shipped_json_loads() -> None:
     "content, expected",
     [
         ("{", "is not JSON"),
-        ("[]", "names no optimizer"),
+        ("[]", "holds a list"),
         ("{}", "names no optimizer"),
         (json.dumps({**OPTIMIZER, "scheduler": {"type": "WarmupLR"}}), 'remove "scheduler" from the JSON'),
     ],

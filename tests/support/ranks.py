@@ -34,17 +34,15 @@ def _worker(rank: int, world: int, folder: str, function: Callable[..., Any], ar
     torch.set_num_threads(1)
     try:
         import deepspeed
-        import deepspeed.ops
         import deepspeed.runtime.bf16_optimizer
 
-        # Compiling this extension takes a minute, and each launch of it leaks shared memory.
-        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+        from ds_vrgd.zero import compute_fp16_on_cpu, leave_out_shared_memory_op
+
+        leave_out_shared_memory_op()
+        compute_fp16_on_cpu()
         deepspeed.utils.logger.setLevel("ERROR")
         deepspeed.runtime.bf16_optimizer.see_memory_usage = lambda *args, **kwargs: None  # it is told to print, always
-        if DEVICE == "cpu":
-            # PyTorch computes in fp16 on any CPU; DeepSpeed asks for one that has instructions for it.
-            type(deepspeed.accelerator.get_accelerator()).is_fp16_supported = lambda self: True
-        else:
+        if DEVICE != "cpu":
             # The plain copy of the model must compute what the engine's does, bit for bit.
             os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
             torch.use_deterministic_algorithms(True)

@@ -1,0 +1,87 @@
+"""``ds-vrgd doctor``: is training exact under this DeepSpeed configuration?"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+DESCRIPTION = """\
+Train a small model for some steps under a DeepSpeed configuration, compare its weights with a dense float64 reference,
+and print a table for a bug report. The ranks are started here, unless a launcher (deepspeed, torchrun) has done so.
+"""
+STATUS = """\
+exit status: 0 exact; 1 not exact, or a rank failed or hung; 2 the configuration is refused or cannot be read, or its
+optimizer is none of ds_vrgd
+"""
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the subcommand."""
+    parser = subparsers.add_parser(
+        "doctor", help="check that training is exact under a configuration", description=DESCRIPTION, epilog=STATUS
+    )
+    parser.add_argument(
+        "--deepspeed_config", "--config", type=Path, required=True, metavar="JSON", help="DeepSpeed's configuration"
+    )
+    parser.add_argument(
+        "--world", type=_positive, metavar="N", help="ranks to start (default: the GPUs, else 2 on CPU)"
+    )
+    parser.add_argument(
+        "--model",
+        metavar="MODULE:FUNCTION",
+        help="your own model: a function that returns (model, batches), where batches(step, index) is a tuple or dict "
+        "of the model's arguments, and the model returns its loss, or something with .loss (default: a tiny "
+        "transformer)",
+    )
+    parser.add_argument("--steps", type=_positive, default=3, metavar="N", help="optimizer steps (default: 3)")
+    parser.set_defaults(run=run)
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{value} is not positive")
+    return value
+
+
+def run(options: argparse.Namespace) -> int:
+    """Check; returns the exit status."""
+    from deepspeed.accelerator import get_accelerator
+
+    from ds_vrgd.doctor.environment import stale_locks, versions
+    from ds_vrgd.doctor.examine import NOT_EXACT, REFUSED, Outcome, examine
+    from ds_vrgd.doctor.ranks import RankFailed, default_world, join_ranks, run_on_ranks
+    from ds_vrgd.doctor.settings import prepare
+    from ds_vrgd.doctor.table import render
+    from ds_vrgd.zero.configs import read_config
+
+    launched = "RANK" in os.environ
+    is_rank_zero = os.environ.get("RANK", "0") == "0"
+    world = int(os.environ["WORLD_SIZE"]) if launched else options.world or default_world()
+    locks = stale_locks()
+    for lock in locks if is_rank_zero else []:
+        print(f"warning: {lock}", file=sys.stderr, flush=True)
+    try:
+        if options.world not in (None, world):
+            raise ValueError(f"--world {options.world}, but {world} ranks were launched; leave --world out")
+        settings = prepare(read_config(options.deepspeed_config), world, get_accelerator().device_name())
+        if launched:
+            join_ranks()
+            outcome = examine(settings, options.model, options.steps)
+        else:
+            outcome = run_on_ranks(world, examine, settings, options.model, options.steps)
+    except ValueError as error:
+        if is_rank_zero:
+            print(f"error: {error}", file=sys.stderr, flush=True)
+        return REFUSED
+    except RankFailed as error:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        outcome = Outcome([("FAILED", error.summary)], NOT_EXACT)
+    if is_rank_zero:
+        rows = [*versions().items(), ("configuration", str(options.deepspeed_config))]
+        rows += [("changed here", change) for change in settings.changes]
+        rows += [("warning", lock) for lock in locks]
+        print(render([*rows, *outcome.rows]), flush=True)
+    return outcome.status

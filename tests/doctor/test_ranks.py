@@ -1,0 +1,51 @@
+"""A rank that fails, dies or hangs ends the others, and is named."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import pytest
+import torch
+
+from ds_vrgd.doctor.ranks import RankFailed, run_on_ranks
+
+
+def misbehave(how: str) -> int:
+    if torch.distributed.get_rank() == 1:
+        if how == "raise":
+            raise ArithmeticError("of rank 1")
+        if how == "die":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if how == "hang":
+            time.sleep(600)
+    value = torch.ones(1)
+    torch.distributed.all_reduce(value)
+    print("noise of a rank")
+    return int(value)
+
+
+def test_result_is_rank_zeros_and_standard_output_is_ours(capfd: pytest.CaptureFixture[str]) -> None:
+    assert run_on_ranks(2, misbehave, "not at all") == 2
+    told = capfd.readouterr()
+    assert "noise" not in told.out
+    assert "noise of a rank" in told.err
+
+
+@pytest.mark.parametrize(
+    ("how", "timeout_s", "summary"),
+    [
+        ("raise", 60.0, "rank 1 failed: ArithmeticError: of rank 1"),
+        ("die", 60.0, "rank 1 terminated with signal SIGKILL"),
+        ("hang", 4.0, "the ranks were not done after 4 s; where they were:"),
+    ],
+)
+def test_failure_ends_all_ranks_and_is_told(how: str, timeout_s: float, summary: str) -> None:
+    begin = time.monotonic()
+    with pytest.raises(RankFailed) as caught:
+        run_on_ranks(2, misbehave, how, timeout_s=timeout_s)
+    assert time.monotonic() - begin < 60
+    assert caught.value.summary.startswith(summary)
+    if how == "hang":
+        assert "in misbehave" in str(caught.value)
