@@ -6,11 +6,14 @@ import argparse
 from collections.abc import Callable, Sequence
 
 import ds_vrgd
-from ds_vrgd.cli import doctor
+from ds_vrgd.cli import doctor, to_universal
 
 #: ``add_parser`` of every subcommand. It adds its parser, whose default ``run`` takes the options and returns the exit
 #: status. What is slow to import is imported by ``run``.
-COMMANDS: tuple[Callable[[argparse._SubParsersAction[argparse.ArgumentParser]], None], ...] = (doctor.add_parser,)
+COMMANDS: tuple[Callable[[argparse._SubParsersAction[argparse.ArgumentParser]], None], ...] = (
+    doctor.add_parser,
+    to_universal.add_parser,
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

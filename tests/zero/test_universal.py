@@ -14,9 +14,9 @@ import deepspeed
 import pytest
 import torch
 
+from ds_vrgd.cli.main import main
 from ds_vrgd.doctor.weights import whole_weights
 from ds_vrgd.optim import OPTIMIZERS
-from ds_vrgd.zero import to_universal
 from tests.support.ranks import run_on_ranks
 from tests.support.resuming import differences, moving_config, options, train, whole_state
 from tests.support.trajectory import Case, build
@@ -154,7 +154,7 @@ def expected_states(case: Case) -> set[str]:
 def carried_over(pairs: dict[str, Pair], first: int, then: int, folder: Path) -> dict[str, tuple[Any, Any]]:
     before = run_on_ranks(first, start, first, pairs, folder)[0]
     for name in pairs:
-        to_universal(folder / "saved" / name, folder / "universal" / name)
+        assert main(["to-universal", str(folder / "saved" / name), str(folder / "universal" / name)]) == 0
     after = run_on_ranks(then, go_on, then, pairs, folder)[0]
     return {name: (before[name], after[name]) for name in pairs}
 
