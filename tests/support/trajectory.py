@@ -63,6 +63,7 @@ class Case:
         unmanaged: the accumulation boundary is where the program steps, not where DeepSpeed counts it.
         reduction: the optimizer's argument: auto, fused, observe.
         ranks_per_node: the optimizer's argument, or None for one node.
+        nonfinite: the optimizer's argument: skip, error.
     """
 
     optimizer: str
@@ -83,14 +84,15 @@ class Case:
     unmanaged: bool = False
     reduction: str = "auto"
     ranks_per_node: int | None = None
+    nonfinite: str = "skip"
 
     def hyper(self) -> dict[str, Any]:
         return {**ARGUMENTS[self.optimizer], **self.arguments}
 
     def given(self) -> dict[str, Any]:
         """All arguments of the optimizer."""
-        told = {"reduction": self.reduction, "ranks_per_node": self.ranks_per_node}
-        defaults = {"reduction": "auto", "ranks_per_node": None}
+        told = {"reduction": self.reduction, "ranks_per_node": self.ranks_per_node, "nonfinite": self.nonfinite}
+        defaults = {"reduction": "auto", "ranks_per_node": None, "nonfinite": "skip"}
         return self.hyper() | {name: value for name, value in told.items() if value != defaults[name]}
 
     def is_fused(self) -> bool:

@@ -34,7 +34,7 @@ FOUND = "rank 1, micro-batch 2 of the window: NaN in 'positions.weight'"
 def cases() -> Iterator[tuple[str, Case, bool]]:
     """(id, case, whether DeepSpeed is told not to look)."""
     for policy in ("skip", "error"):
-        base = Case("VRLAMB", 0, "fp32", ACCUMULATION, arguments={"nonfinite": policy})
+        base = Case("VRLAMB", 0, "fp32", ACCUMULATION, nonfinite=policy)
         for stage, dtype, accum_dtype in ENGINES:
             case = replace(base, stage=stage, dtype=dtype, accum_dtype=accum_dtype)
             for reduction in ("auto", "observe") if stage else ("auto",):
@@ -86,10 +86,9 @@ def train(rank: int, case: Case, unchecked: bool) -> dict[str, Any]:
     engine.module.positions.register_forward_hook(spoil)
     plain = make_model().to(engine.device, DTYPES[case.dtype])
     start = {name: weight.cpu().double() for name, weight in plain.named_parameters() if weight.requires_grad}
-    arguments = {name: value for name, value in case.hyper().items() if name != "nonfinite"}
-    reference = DenseOptimizer(case.optimizer, start, reference_groups(start, case), **arguments)
+    reference = DenseOptimizer(case.optimizer, start, reference_groups(start, case), **case.hyper())
     answer: dict[str, Any] = {"error": "", "where": ""}
-    spoiled = SPOILED[case.arguments["nonfinite"]]
+    spoiled = SPOILED[case.nonfinite]
     for step in range(STEPS):
         tokens = [t.to(engine.device) for t in batches(step, ACCUMULATION * WORLD)]
         with whole_weights(engine) as weights:
@@ -133,7 +132,7 @@ def runs() -> list[dict[str, dict[str, Any]]]:
 
 @pytest.mark.parametrize(("name", "case"), [(name, case) for name, case, _ in cases()], ids=[n for n, _, _ in cases()])
 def test_one_layer_of_one_chunk(runs: list[dict[str, dict[str, Any]]], name: str, case: Case) -> None:
-    policy = case.arguments["nonfinite"]
+    policy = case.nonfinite
     for rank, run in enumerate(answer[name] for answer in runs):
         assert run["unchanged"]
         assert run["overflow"]
