@@ -18,15 +18,13 @@ from ds_vrgd.optim.plain import PlainObserver
 from ds_vrgd.optim.restore import cast_averages, fitted
 from ds_vrgd.optim.shards import LayerStatistics, Observer, Shard
 from ds_vrgd.optim.sources import plain_sources, sources_with_sums
+from ds_vrgd.optim.sums import LayerSums
 from ds_vrgd.optim.verify import verify_direction
 
 if TYPE_CHECKING:
     from ds_vrgd.kernels.shared import Source
 
 FEW_CHUNKS = 8
-
-# Sets of shards whose layers are kept side by side; a model that leaves out other parameters in each step has many.
-MOST_TABLES = 64
 
 _allocating = False
 
@@ -46,7 +44,7 @@ def allocate_state_only() -> Iterator[None]:
         _allocating = before
 
 
-class VROptimizer(torch.optim.Optimizer):
+class VROptimizer(LayerSums, torch.optim.Optimizer):
     """Base of all optimizers of this package.
 
     A subclass gives :meth:`state_keys` and :meth:`_update`, the base optimizer's step on gradients that are already
@@ -364,42 +362,3 @@ class VROptimizer(torch.optim.Optimizer):
         for shard in shards:
             shard.settle()
         self._update(shards)
-
-    # -- sums over whole layers ---------------------------------------------------------------------------------------
-
-    def table(self, shards: Sequence[Shard]) -> LayerTable:
-        """The layers of ``shards``, side by side."""
-        layouts = [self.observer.layout(shard.tensor) for shard in shards]
-        key = tuple(id(layout) for layout in layouts)
-        if key not in self._tables:
-            if len(self._tables) >= MOST_TABLES:
-                self._tables.clear()
-            self._tables[key] = LayerTable(layouts, shards[0].tensor.device)
-        return self._tables[key]
-
-    def sum_over_ranks(self, columns: Sequence[Tensor]) -> list[Tensor]:
-        """``columns`` summed over the ranks that share layers, in one all-reduce with the counts that wait."""
-        totals = self.observer.ranks.sum([*columns, *self._counts])
-        if self._counts:
-            self._statistics[-1].count(*totals[-2:])
-            self._counts = []
-        return totals[: len(columns)]
-
-    def layer_norms(self, shards: Sequence[Shard], *tensors: Sequence[Tensor]) -> list[list[Tensor]]:
-        """2-norms over whole layers, in one all-reduce for all of them.
-
-        Args:
-            shards: those of this call, the same on every rank.
-            tensors: sequences of one tensor a shard, of the shards' shapes.
-
-        Returns:
-            For each sequence, for each shard, ``(layers of the shard,)`` in :data:`SUM_DTYPE`.
-        """
-        table = self.table(shards)
-        columns = [table.sums([tensor.flatten() for tensor in sequence], 2) for sequence in tensors]
-        return [table.split(total.sqrt()) for total in self.sum_over_ranks(columns)]
-
-    @property
-    def layer_statistics(self) -> Sequence[LayerStatistics]:
-        """What the last step saw, one entry for each of its calls; empty before the first, or with ``gamma=1``."""
-        return self._statistics

@@ -353,3 +353,68 @@ def test_restoring_another_gamma_leaves_gsnr_on_or_off_as_it_was_built() -> None
     assert on.param_groups[0]["gamma"] == 0.5
     run_window(model, on, range(3))
     assert gsnr_stats(on).k == 3
+
+
+# --- backward passes that break off
+
+
+class OutOfMemory(torch.autograd.Function):
+    """Fails in the backward pass, when the layers above have their gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        raise MemoryError("out of memory")
+
+
+def break_off(model: Regression) -> None:
+    with pytest.raises(MemoryError):
+        (OutOfMemory.apply(torch.tanh(model.a)) @ model.b).sum().backward()
+
+
+@pytest.mark.parametrize("then", ["step", "more micro-batches"])
+def test_no_step_with_a_part_of_a_backward_pass(then: str) -> None:
+    model = Regression()
+    optimizer = VRSGD(model.named_parameters(), lr=0.5)
+    for micro_batch in range(2):
+        model.loss(micro_batch).backward()
+    break_off(model)
+    if then != "step":
+        model.loss(2).backward()
+    before = model.b.detach().clone()
+    with pytest.raises(RuntimeError, match=r"broke off .*\.grad of 1 parameters, 'b' among them.*zero_grad\(\)"):
+        optimizer.step()
+    assert torch.equal(model.b, before)
+
+
+@pytest.mark.parametrize("clear", [by_optimizer, by_optimizer_in_place, by_model])
+def test_a_window_that_begins_anew_after_a_backward_pass_that_broke_off(clear: Clear) -> None:
+    model = Regression()
+    optimizer = VRSGD(model.parameters(), lr=0.5)
+    reference = reference_of(optimizer, model)
+    model.loss(50).backward()
+    break_off(model)
+    clear(model, optimizer)
+    run_window(model, optimizer, range(3), reference)
+    assert gsnr_stats(optimizer).k == 3
+    same(model, reference)
+
+
+def test_a_forward_pass_in_the_middle_is_no_chunk() -> None:
+    # an evaluation, or a micro-batch that ran out of memory before its backward pass began
+    model = Regression()
+    optimizer = VRSGD(model.parameters(), lr=0.5)
+    reference = reference_of(optimizer, model)
+    chunks = chunks_of(model, range(3))
+    for micro_batch in range(3):
+        (model.loss(micro_batch) / 3).backward()
+        with torch.no_grad():
+            model.loss(60)
+        model.loss(70)
+    optimizer.step()
+    reference.step(chunks)
+    assert gsnr_stats(optimizer).k == 3
+    same(model, reference)

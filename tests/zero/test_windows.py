@@ -23,9 +23,7 @@ from tests.support.trajectory import (
 )
 
 WORLD, ACCUMULATION = 2, 2
-MODES = [(stage, reduction) for stage in range(4) for reduction in ("auto", "observe") if stage or reduction == "auto"]
-    (stage, reduction) for stage in (0, 1, 2, 3) for reduction in ("auto", "observe") if stage or reduction == "auto"
-]
+MODES = [(stage, mode) for stage in range(4) for mode in ("auto", "observe") if stage or mode == "auto"]
 
 
 class Break(torch.autograd.Function):
