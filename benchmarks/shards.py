@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -79,7 +80,7 @@ def dealt(layers: Sequence[Layer], ranks: int) -> list[Layer]:
 
 
 def routes_of(network: Network, ownership: str, rank: Rank, wire: torch.dtype) -> list[Route]:
-    """In the model's order.
+    """In the model's order; at stages 1 and 2 matrices and vectors are param groups of their own.
 
     Args:
         network: whose parameters.
@@ -91,10 +92,14 @@ def routes_of(network: Network, ownership: str, rank: Rank, wire: torch.dtype) -
     if ownership == SLICED:
         shard = torch.zeros(sum(-(-layer.numel // rank.count) for layer in layers), device=rank.device)
         return sliced_routes(layers, shard, rank.count, wire)
-    order = dealt(layers, rank.count) if ownership == DEALT else layers
-    shard = torch.zeros(shard_size(layers, rank.count), device=rank.device)
-    by_name = {route.name: route for route in flat_routes(order, shard, rank.index, wire)}
-    return [by_name[layer.name] for layer in layers]
+    matrices = {name for name, param in network.parameters() if param.dim() > 1}
+    routes = {}
+    for group in ([layer for layer in layers if (layer.name in matrices) is wanted] for wanted in (True, False)):
+        order = dealt(group, rank.count) if ownership == DEALT else group
+        shard = torch.zeros(shard_size(group, rank.count), device=rank.device)
+        for route in flat_routes(order, shard, rank.index, wire):
+            routes[route.name] = replace(route, place=len(routes))
+    return [routes[layer.name] for layer in layers]
 
 
 def exchange(network: Network, ownership: str, rank: Rank, wire: torch.dtype) -> Callable[[], Any]:
