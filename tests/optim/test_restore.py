@@ -122,6 +122,22 @@ def test_the_average_is_dropped_where_gsnr_is_off(name: str, base: type[VROptimi
         assert all(torch.equal(own[entry], loaded[entry]) for entry in loaded)
 
 
+def test_torch_adamw_goes_on_as_vradamw_with_gsnr_off_does() -> None:
+    states = []
+    for kind, off in ((VRAdamW, {"gamma": 1.0}), (torch.optim.AdamW, {})):
+        training = Training("VRAdamW")
+        for step in range(BEFORE):
+            training.step(step)
+        other = kind(param_groups(training.model), lr=1e-9, **off)
+        other.load_state_dict(through_a_file(training.optimizer.state_dict()))
+        for step in range(BEFORE, BEFORE + AFTER):
+            training.backward(step)
+            other.step()
+            other.zero_grad()
+        states.append([weight.detach().clone() for weight in training.model.parameters()])
+    assert all(torch.equal(*pair) for pair in zip(*states, strict=True))
+
+
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_an_own_checkpoint_says_nothing_and_is_weights_only(name: str) -> None:
     arguments: dict[str, Any] = {"gsnr_dtype": torch.bfloat16} if name in ("VRAdam", "VRAdamW", "VRLAMB") else {}
