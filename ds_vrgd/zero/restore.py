@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -46,7 +47,8 @@ def load_instead(engine: Engine) -> None:
 def load_universal(engine: Engine, folder: Path, *, load_optimizer_states: bool = True) -> None:
     """Take weights, every state, options, loss scale, frozen weights and buffers from a universal checkpoint.
 
-    The weights are always the fp32 masters; the engine casts them to the model's dtype.
+    The weights are always the fp32 masters; the engine casts them to the model's dtype. A collective: what one rank
+    alone finds wrong, all ranks raise, before anything is changed.
 
     Args:
         engine: with one of our optimizers, at ZeRO stage 1, 2 or 3.
@@ -54,26 +56,64 @@ def load_universal(engine: Engine, folder: Path, *, load_optimizer_states: bool 
         load_optimizer_states: False for weights and buffers alone.
 
     Raises:
-        CheckpointError: something of the model or of the state is missing, or is too many, or is another's.
-        ValueError: the optimizer cannot continue that state (see ``VROptimizer.load_state_dict``).
+        CheckpointError: something of the model or of the state is missing, or is too many, or is another's, or the
+            optimizer cannot continue that state (see ``VROptimizer.load_state_dict``).
     """
+    with _together():
+        shards = list(_shards(engine))
+        content = _read_all(engine, folder, shards, load_optimizer_states=load_optimizer_states)
+    with _together():
+        _apply(engine, shards, content)
+
+
+@contextmanager
+def _together() -> Iterator[None]:
+    """What any rank raises inside, all ranks raise at its end."""
+    problem = None
+    try:
+        yield
+    except Exception as error:
+        problem = error
+    said: list[str | None] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(said, None if problem is None else str(problem) or repr(problem))
+    for rank, text in enumerate(said):
+        if text is not None:
+            raise CheckpointError(f"rank {rank}: {text}") from problem
+
+
+class _Content(NamedTuple):
+    """Of a checkpoint, for one rank: by shard the weights and the state (None not to load it), and what is in none."""
+
+    masters: list[Tensor]
+    states: list[dict[str, Any]] | None
+    common: dict[str, Any]
+    rest: dict[str, Tensor]
+
+
+def _read_all(engine: Engine, folder: Path, shards: list[_Shard], *, load_optimizer_states: bool) -> _Content:
+    """Read everything, and change nothing."""
     manifest = _manifest(folder)
-    shards = list(_shards(engine))
     _check_layers(engine, folder, manifest, shards)
     rest = torch.load(folder / REST, map_location="cpu", weights_only=True)
     _check_rest(engine, folder, rest)
+    common = torch.load(folder / "zero" / "optimizer_state.pt", map_location="cpu", weights_only=False)
+    states = [_state(folder, manifest, shard) for shard in shards] if load_optimizer_states else None
+    return _Content([_read(folder, shard, "fp32") for shard in shards], states, common, rest)
+
+
+def _apply(engine: Engine, shards: list[_Shard], content: _Content) -> None:
     wrapper, is_stage_3 = engine.optimizer, isinstance(engine.optimizer, DeepSpeedZeroOptimizer_Stage3)
-    if load_optimizer_states:
-        state = {index: _state(folder, manifest, shard) for index, shard in enumerate(shards)}
-        _load_common(wrapper, folder, {key: of for key, of in state.items() if of}, is_stage_3=is_stage_3)
-    for shard in shards:
-        shard.tensor.data.copy_(_read(folder, shard, "fp32"))
+    if content.states is not None:
+        state = {index: of for index, of in enumerate(content.states) if of}
+        _load_state(wrapper, state, content.common, is_stage_3=is_stage_3)
+    for shard, master in zip(shards, content.masters, strict=True):
+        shard.tensor.data.copy_(master)
     if is_stage_3:
         for sub_group in range(len(shards)):
             wrapper._reassign_or_swap_out_partitioned_parameters(sub_group)
     else:  # the engine itself calls update_lp_params()
         wrapper._link_all_hp_params()
-    _load_rest(engine, rest)
+    _load_rest(engine, content.rest)
 
 
 def _manifest(folder: Path) -> dict[str, Any]:
@@ -174,17 +214,8 @@ def _open(path: Path) -> Any:
     return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
 
 
-def _load_common(wrapper: Any, folder: Path, state: dict[int, Any], *, is_stage_3: bool) -> None:
-    """Loss scale and clipping; then state and options through the optimizer's own ``load_state_dict``."""
-    common = torch.load(folder / "zero" / "optimizer_state.pt", map_location="cpu", weights_only=False)
-    is_dynamic, was_dynamic = (getattr(wrapper, "dynamic_loss_scale", False), common.get("dynamic_loss_scale", False))
-    if is_dynamic == was_dynamic:
-        (wrapper._load_global_state_stage3 if is_stage_3 else wrapper._load_global_state)(common)
-    else:
-        logger.warning(
-            f"{folder} was saved {'with' if was_dynamic else 'without'} a dynamic loss scale, and this engine trains "
-            "in another dtype: its own loss scale is kept"
-        )
+def _load_state(wrapper: Any, state: dict[int, Any], common: dict[str, Any], *, is_stage_3: bool) -> None:
+    """State and options through the optimizer's own ``load_state_dict``; then loss scale and clipping."""
     if is_stage_3:
         wrapper._set_fp32_optimizer_param_groups()
     try:
@@ -197,6 +228,14 @@ def _load_common(wrapper: Any, folder: Path, state: dict[int, Any], *, is_stage_
     finally:
         if is_stage_3:
             wrapper._clear_fp32_optimizer_param_groups()
+    is_dynamic, was_dynamic = (getattr(wrapper, "dynamic_loss_scale", False), common.get("dynamic_loss_scale", False))
+    if is_dynamic == was_dynamic:
+        (wrapper._load_global_state_stage3 if is_stage_3 else wrapper._load_global_state)(common)
+    else:
+        logger.warning(
+            f"the checkpoint was saved {'with' if was_dynamic else 'without'} a dynamic loss scale, and this engine "
+            "trains in another dtype: its own loss scale is kept"
+        )
 
 
 def _others(engine: Engine) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -5,7 +5,10 @@ Twelve chunks a step at every number of ranks, so that the run that goes on else
 
 from __future__ import annotations
 
-from dataclasses import replace
+import re
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -17,10 +20,12 @@ import torch
 from ds_vrgd.cli.main import main
 from ds_vrgd.doctor.weights import whole_weights
 from ds_vrgd.optim import OPTIMIZERS
+from ds_vrgd.zero import CheckpointError, to_universal
 from tests.support.ranks import run_on_ranks
 from tests.support.resuming import differences, moving_config, options, train, whole_state
 from tests.support.trajectory import Case, build
 from tests.zero.cases import identify
+from tests.zero.spoiled import FAULTS, spoil
 
 CHUNKS, STEPS = 12, 3
 
@@ -151,19 +156,166 @@ def expected_states(case: Case) -> set[str]:
     return {"exp_avg", "exp_avg_sq"} | ({"exp_avg_gsnr"} if OPTIMIZERS[case.optimizer].reduces_variance else set())
 
 
-def carried_over(pairs: dict[str, Pair], first: int, then: int, folder: Path) -> dict[str, tuple[Any, Any]]:
+def refusals(world: int, spoiled: dict[str, tuple[Path, str]]) -> dict[str, str]:
+    """What is said about every one of them, by one engine."""
+    engine = engine_of(Case("VRLAMB", 2, "fp32", 4), world, 0.0, True)
+    said = {}
+    before = whole_state(engine)
+    for name, (folder, _) in spoiled.items():
+        try:
+            engine.load_checkpoint(str(folder))
+            said[name] = "nothing"
+        except ValueError as error:
+            said[name] = str(error)
+    assert differences(before, whole_state(engine)) == []
+    engine.destroy()
+    return said
+
+
+def go_on_and_refuse(
+    rank: int, world: int, pairs: dict[str, Pair], folder: Path, spoiled: dict[str, tuple[Path, str]]
+) -> tuple[dict[str, Any], dict[str, str]]:
+    return go_on(rank, world, pairs, folder), refusals(world, spoiled)
+
+
+@dataclass
+class Carried:
+    """Where the checkpoints are; by pair what was saved and what was loaded; by fault what must be and was said."""
+
+    folder: Path
+    runs: dict[str, tuple[Any, Any]]
+    said: dict[str, tuple[str, list[str]]]
+
+
+def carry_over(pairs: dict[str, Pair], first: int, then: int, folder: Path, *, faults: bool = False) -> Carried:
     before = run_on_ranks(first, start, first, pairs, folder)[0]
     for name in pairs:
         assert main(["to-universal", str(folder / "saved" / name), str(folder / "universal" / name)]) == 0
-    after = run_on_ranks(then, go_on, then, pairs, folder)[0]
-    return {name: (before[name], after[name]) for name in pairs}
+    good = next((folder / "universal").glob("*-VRLAMB-z2-fp32-*"))
+    spoiled = spoil(good, folder / "spoiled") if faults else {}
+    answers = run_on_ranks(then, go_on_and_refuse, then, pairs, folder, spoiled)
+    said = {name: (message, [answer[1][name] for answer in answers]) for name, (_, message) in spoiled.items()}
+    return Carried(folder, {name: (before[name], answers[0][0][name]) for name in pairs}, said)
 
 
 @pytest.fixture(scope="module")
-def two_to_three(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Any, Any]]:
-    return carried_over(some(), 2, 3, tmp_path_factory.mktemp("checkpoints"))
+def carried(tmp_path_factory: pytest.TempPathFactory) -> Carried:
+    return carry_over(some(), 2, 3, tmp_path_factory.mktemp("checkpoints"), faults=True)
 
 
 @pytest.mark.parametrize("name", some())
-def test_two_ranks_to_three(two_to_three: dict[str, tuple[Any, Any]], name: str) -> None:
-    check(*two_to_three[name], some()[name])
+def test_two_ranks_to_three(carried: Carried, name: str) -> None:
+    check(*carried.runs[name], some()[name])
+
+
+def test_what_is_missing_or_wrong_at_loading_is_named_on_every_rank(carried: Carried) -> None:
+    assert carried.said.keys() == FAULTS.keys()
+    for name, (message, answers) in carried.said.items():
+        for answer in answers:
+            assert re.search(message, answer), f"{name}: {answer}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("first", "then"), [(4, 2), (2, 4), (2, 3), (3, 1)])
+def test_every_optimizer_at_other_numbers_of_ranks(first: int, then: int, tmp_path: Path) -> None:
+    pairs = all_others() | {f"special-{name}": pair for name, pair in some().items()}
+    for name, run in carry_over(pairs, first, then, tmp_path).runs.items():
+        check(*run, pairs[name])
+
+
+def copied(carried: Carried, kind: str, tmp_path: Path) -> Path:
+    """The shards of a checkpoint of this kind, to be spoiled."""
+    source = next((carried.folder / "saved").glob(f"*-{kind}-*"))
+    shutil.copytree(source / "global_step3", tmp_path / "global_step3")
+    return tmp_path / "global_step3"
+
+
+def resave(path: Path, change: Callable[[dict[str, Any]], Any]) -> None:
+    content = torch.load(path, weights_only=False)
+    change(content)
+    torch.save(content, path)
+
+
+def refused(shards: Path, message: str) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        to_universal(shards, shards.parent / "output")
+    assert not (shards.parent / "output" / shards.name).exists()
+    assert not (shards.parent / "output" / "latest_universal").exists()
+
+
+@pytest.mark.parametrize("kind", ["VRAdamW-z1-fp16", "VRLAMB-z3-fp32"])
+def test_a_missing_shard_is_named(carried: Carried, kind: str, tmp_path: Path) -> None:
+    shards = copied(carried, kind, tmp_path)
+    next(shards.glob("*zero_pp_rank_1_*_optim_states.pt")).unlink()
+    refused(shards, "was saved by 2 ranks and has optimizer files of 1")
+    next(shards.glob("*zero_pp_rank_0_*_optim_states.pt")).unlink()
+    refused(shards, r"holds no shards")
+
+
+def test_a_missing_first_shard_is_named(carried: Carried, tmp_path: Path) -> None:
+    shards = copied(carried, "VRAdamW-z1-fp16", tmp_path)
+    next(shards.glob("*zero_pp_rank_0_*_optim_states.pt")).unlink()
+    refused(shards, "has no optimizer file of rank 0")
+
+
+@pytest.mark.parametrize("fault", ["truncated", "flipped"])
+def test_a_damaged_shard_is_named(carried: Carried, fault: str, tmp_path: Path) -> None:
+    shards = copied(carried, "VRAdamW-z1-fp16", tmp_path)
+    path = next(shards.glob("*zero_pp_rank_1_*_optim_states.pt"))
+    content = bytearray(path.read_bytes())
+    if fault == "truncated":
+        del content[len(content) // 2 :]
+    else:  # a bit of a tensor, which lies uncompressed
+        saved = torch.load(path, weights_only=False)["optimizer_state_dict"]["base_optimizer_state"]["state"][0]
+        place = bytes(content).index(saved["exp_avg"][:8].numpy().tobytes())
+        content[place] ^= 1
+    path.write_bytes(content)
+    refused(shards, f"{path.name} is damaged")
+
+
+def test_states_that_cannot_be_carried_are_named(carried: Carried, tmp_path: Path) -> None:
+    shards = copied(carried, "VRAdamW-z1-fp16", tmp_path)
+    path = next(shards.glob("*zero_pp_rank_1_*_optim_states.pt"))
+    whole = path.read_bytes()
+
+    def state_of(content: dict[str, Any]) -> dict[str, Any]:
+        state: dict[str, Any] = content["optimizer_state_dict"]["base_optimizer_state"]["state"][0]
+        return state
+
+    for change, message in (
+        (lambda content: state_of(content).pop("exp_avg_gsnr"), "rank 1 has no state exp_avg_gsnr"),
+        (lambda content: state_of(content).update(step=torch.tensor(9.0)), "state step=.* differs between"),
+        (lambda content: state_of(content).update(note="text"), "state note='text' .* cannot be carried over"),
+        (lambda content: state_of(content).update(extra=torch.ones(3)), "rank 0 has no state extra"),
+        (lambda content: state_of(content).update(exp_avg=torch.ones(3)), "exp_avg of .* on rank 1 has 3 elements"),
+    ):
+        resave(path, change)
+        refused(shards, message)
+        path.write_bytes(whole)
+    to_universal(shards, tmp_path / "output")
+
+
+def test_client_state_that_differs_between_ranks_is_named(carried: Carried, tmp_path: Path) -> None:
+    shards = copied(carried, "VRLAMB-z3-fp32", tmp_path)
+    resave(shards / "zero_pp_rank_1_mp_rank_00_model_states.pt", lambda content: content.update(note="other"))
+    refused(shards, "client state 'note' of rank 1 differs")
+    target = to_universal(shards, tmp_path / "output", client_state_of_rank_0=True)
+    saved = torch.load(target / "mp_rank_00_model_states.pt", weights_only=False)
+    assert saved["note"].endswith("VRLAMB-z3-fp32-gas1")
+    with pytest.raises(CheckpointError, match="exists already"):
+        to_universal(shards, tmp_path / "output")
+
+
+def test_other_kinds_of_checkpoints_are_refused(carried: Carried, tmp_path: Path) -> None:
+    shards = copied(carried, "VRAdamW-z1-fp16", tmp_path)
+    extra = shards / "layer_0_expert_0_mp_rank_00_model_states.pt"
+    extra.touch()
+    refused(shards, "expert layers")
+    extra.unlink()
+    extra = shards / "zero_pp_rank_0_mp_rank_01_optim_states.pt"
+    extra.touch()
+    refused(shards, "model-parallel")
+    extra.unlink()
+    for path in shards.glob("*_optim_states.pt"):
+        resave(path, lambda content: content["optimizer_state_dict"].update(base_optimizer_state=[{}]))
+    refused(shards, "elastic_checkpoint=true")
