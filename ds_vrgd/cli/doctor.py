@@ -52,12 +52,12 @@ def run(options: argparse.Namespace) -> int:
 
     from ds_vrgd.doctor.environment import stale_locks, versions
     from ds_vrgd.doctor.examine import NOT_EXACT, REFUSED, Outcome, examine
-    from ds_vrgd.doctor.ranks import RankFailed, default_world, join_ranks, run_on_ranks
+    from ds_vrgd.doctor.ranks import RankFailed, default_world, run_as_rank, run_on_ranks
     from ds_vrgd.doctor.settings import prepare
     from ds_vrgd.doctor.table import render
     from ds_vrgd.zero.configs import read_config
 
-    launched = "RANK" in os.environ
+    launched = {"RANK", "WORLD_SIZE"} <= os.environ.keys()
     is_rank_zero = os.environ.get("RANK", "0") == "0"
     world = int(os.environ["WORLD_SIZE"]) if launched else options.world or default_world()
     locks = stale_locks()
@@ -68,8 +68,7 @@ def run(options: argparse.Namespace) -> int:
             raise ValueError(f"--world {options.world}, but {world} ranks were launched; leave --world out")
         settings = prepare(read_config(options.deepspeed_config), world, get_accelerator().device_name())
         if launched:
-            join_ranks()
-            outcome = examine(settings, options.model, options.steps)
+            outcome = run_as_rank(examine, settings, options.model, options.steps)
         else:
             outcome = run_on_ranks(world, examine, settings, options.model, options.steps)
     except ValueError as error:

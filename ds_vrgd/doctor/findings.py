@@ -24,7 +24,7 @@ class Findings:
         ranks, micro_batches: of a step; k is their product.
         clip: DeepSpeed's limit of the gradient's norm; 0 for none.
         layers, reduced, trusted: layers found, with GSNR, with a trust ratio (None: the optimizer has none).
-        steps, skipped: taken, and left out by the loss scale.
+        steps, skipped: taken, and left out because a gradient was not finite.
         raised: further steps, whose learning rate was raised until the weights moved visibly; among ``steps``.
         error: of the weights after the last step, norm-wise.
         moved: the reference's way from the first weights, of its norm.

@@ -11,7 +11,7 @@ import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, TextIO, TypeVar
 
 import deepspeed
 import torch
@@ -24,6 +24,8 @@ from ds_vrgd.zero import compute_fp16_on_cpu, leave_out_shared_memory_op
 TIMEOUT_S = 900
 # For a rank to tell where it hangs, before it is killed.
 GRACE_S = 20
+
+T = TypeVar("T")
 
 
 class RankFailed(Exception):
@@ -42,7 +44,7 @@ def default_world() -> int:
     return 2 if accelerator.device_name() == "cpu" else int(accelerator.device_count())
 
 
-def run_on_ranks(world: int, function: Callable[..., Any], *arguments: Any, timeout_s: float = TIMEOUT_S) -> Any:
+def run_on_ranks(world: int, function: Callable[..., T], *arguments: Any, timeout_s: float = TIMEOUT_S) -> T:
     """Start ``world`` ranks and return what ``function(*arguments)`` returns on rank 0.
 
     What the ranks write to their standard output goes to standard error, so that the output is the caller's.
@@ -72,7 +74,8 @@ def run_on_ranks(world: int, function: Callable[..., Any], *arguments: Any, time
         finally:
             for process in context.processes:
                 process.kill()
-        return pickle.loads((folder / "result").read_bytes())
+        result: T = pickle.loads((folder / "result").read_bytes())
+        return result
 
 
 def _first_failure(folder: Path, error: ProcessException, timeout_s: float) -> str:
@@ -101,7 +104,7 @@ def _rank(
     )
     try:
         hung = (folder / f"hung{rank}").open("w", encoding="utf-8")
-        join_ranks(timeout_s, hung, init_method=f"file://{folder}/store", rank=rank, world_size=world)
+        _join(timeout_s, hung, init_method=f"file://{folder}/store", rank=rank, world_size=world)
         result = function(*arguments)
         if rank == 0:
             (folder / "result").write_bytes(pickle.dumps(result))
@@ -109,11 +112,26 @@ def _rank(
         (folder / f"error{rank}").write_bytes(pickle.dumps((time.monotonic(), rank, traceback.format_exc())))
         os._exit(1)  # destroying the process group would wait for ranks that are elsewhere
     torch.distributed.barrier()
-    torch.distributed.destroy_process_group()
+    _leave()
 
 
-def join_ranks(timeout_s: float = TIMEOUT_S, hung: TextIO | None = None, **rendezvous: Any) -> None:
-    """Make this process one of the ranks, in whatever way it was started.
+def run_as_rank(function: Callable[..., T], *arguments: Any) -> T:
+    """``function(*arguments)`` in this process, which a launcher has started as one of the ranks.
+
+    An error ends the process at once, so that the launcher ends the others.
+    """
+    try:
+        _join(TIMEOUT_S)
+        result = function(*arguments)
+        _leave()
+    except BaseException:
+        traceback.print_exc()
+        os._exit(1)
+    return result
+
+
+def _join(timeout_s: float, hung: TextIO | None = None, **rendezvous: Any) -> None:
+    """Make this process one of the ranks.
 
     After ``timeout_s`` seconds it ends, and writes where it was.
 
@@ -137,3 +155,9 @@ def join_ranks(timeout_s: float = TIMEOUT_S, hung: TextIO | None = None, **rende
         accelerator.set_device(int(os.environ.get("LOCAL_RANK", "0")))
         backend = accelerator.communication_backend_name()
     deepspeed.init_distributed(backend, auto_mpi_discovery=False, verbose=False, **rendezvous)
+
+
+def _leave() -> None:
+    """Stop being a rank: an exit with live process groups can lose the exit status."""
+    faulthandler.cancel_dump_traceback_later()
+    torch.distributed.destroy_process_group()

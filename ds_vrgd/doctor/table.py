@@ -49,7 +49,7 @@ def _layers(found: Findings) -> str:
 
 
 def _steps(found: Findings) -> str:
-    text = f"{found.steps - found.raised}, {found.skipped} skipped by the loss scale"
+    text = f"{found.steps - found.raised}, {found.skipped} skipped by DeepSpeed"
     if found.raised:
         text += f"; {found.raised} more with a raised learning rate, for the weights had not moved visibly"
     return f"{text}; the weights moved by {found.moved:.1e} of their norm"

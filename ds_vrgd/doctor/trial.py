@@ -90,7 +90,8 @@ class Trial:
             found.steps += not skipped
             if found.skipped > MOST_SKIPPED:
                 raise RuntimeError(
-                    f"{found.skipped} steps overflowed: lower fp16.initial_scale_power, or see whether the loss is NaN"
+                    f"{found.skipped} steps were skipped, for a gradient was not finite: lower "
+                    "fp16.initial_scale_power, or see whether the loss is NaN"
                 )
         self._compare()
         self.engine.destroy()

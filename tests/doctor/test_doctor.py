@@ -176,7 +176,9 @@ def test_command_starts_the_ranks_and_prints_the_table() -> None:
     command = [sys.executable, "-m", "ds_vrgd.cli", "doctor", "--deepspeed_config", config, "--world", "2"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == EXACT, done.stderr
-    rows = [line.strip("| ").split(" | ") for line in done.stdout.splitlines() if line.startswith("|")]
+    lines = done.stdout.splitlines()
+    assert all(line.startswith("|") for line in lines), "the table alone is standard output"
+    rows = [line.strip("| ").split(" | ") for line in lines]
     table = {cells[0].strip(): cells[-1].strip() for cells in rows}
     assert table["verdict"] == "exact"
     assert table["configuration"] == config

@@ -68,7 +68,7 @@ def test_warnings() -> None:
 
 
 def test_raised_rate_is_told() -> None:
-    assert "2, 1 skipped by the loss scale; 3 more with a raised learning rate" in row(
+    assert "2, 1 skipped by DeepSpeed; 3 more with a raised learning rate" in row(
         replace(EXACT, steps=5, raised=3, skipped=1), "steps"
     )
 

@@ -107,6 +107,26 @@ def nothing_outlives_the_window(case: Case, rank: int, world: int) -> None:
         time.sleep(0.01)
 
 
+def bytes_held_and_sent_are_counted(case: Case, rank: int, world: int) -> None:
+    """In fp32: gradients to the other column of the node, two moments of this column to the other nodes."""
+    model, moments, _ = moments_of_window(case, rank, world)
+    column, other = (
+        [owner for owned in model.places for owner, _ in owned if (owner % PER_NODE == rank % PER_NODE) is mine]
+        for mine in (True, False)
+    )
+    if case.cut == "runs":
+        assert moments.sent_bytes() == (4 * len(other), 8 * sum(owner != rank for owner in column))
+    else:  # slots travel whole, also where they are not full
+        slots = sum(route.slot or 0 for route in model.routes)
+        assert moments.sent_bytes() == (4 * world // PER_NODE * slots, 8 * (world // PER_NODE - 1) * slots)
+    held, buffers = moments.held_bytes()
+    in_column = len(column) if case.cut == "runs" else world // PER_NODE * slots
+    assert held == 8 * (in_column + model.shards[0].numel())
+    assert buffers > 0
+    moments.reset()
+    assert moments.held_bytes() == (0, buffers)
+
+
 def groups_are_consecutive_ranks(case: Case, rank: int, world: int) -> None:
     """Nodes are consecutive ranks; across them stand ranks of equal local index, in node order."""
     groups = NodeGroups.build(torch.distributed.group.WORLD, PER_NODE)
@@ -142,6 +162,7 @@ OF_NODES: tuple[Check, ...] = (
     moments_before_finish_are_refused,
     a_window_without_a_micro_batch_is_zero,
     nothing_outlives_the_window,
+    bytes_held_and_sent_are_counted,
 )
 OF_GROUPS: tuple[Check, ...] = (
     groups_are_consecutive_ranks,
