@@ -79,7 +79,9 @@ def run(options: argparse.Namespace) -> int:
         print(f"error: {error}", file=sys.stderr, flush=True)
         outcome = Outcome([("FAILED", error.summary)], NOT_EXACT)
     if is_rank_zero:
+        given = settings.arguments.items()
         rows = [*versions().items(), ("configuration", str(options.deepspeed_config))]
+        rows.append(("optimizer", ", ".join([settings.optimizer, *(f"{name}={value}" for name, value in given)])))
         rows += [("changed here", change) for change in settings.changes]
         rows += [("warning", lock) for lock in locks]
         print(render([*rows, *outcome.rows]), flush=True)

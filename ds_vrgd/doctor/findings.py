@@ -17,7 +17,6 @@ class Findings:
     """Of one run; whole on rank 0.
 
     Attributes:
-        optimizer: class name.
         stage, dtype: of the engine, and of the model's weights in it.
         wrapper: DeepSpeed's class around the optimizer.
         mode, why: fused, observe or off, and what decided on it.
@@ -38,7 +37,6 @@ class Findings:
         sent: bytes that this rank sends for moments, in a micro-batch and once more a step.
     """
 
-    optimizer: str
     stage: int
     dtype: str
     wrapper: str

@@ -17,7 +17,6 @@ def rows_of(found: Findings) -> list[Row]:
     beside = "in place of" if found.mode == "fused" else "beside"
     wrapper = {"none": "none: the optimizer has the model's own parameters"}.get(found.wrapper, found.wrapper)
     rows = [
-        ("optimizer", found.optimizer),
         ("ZeRO", f"stage {found.stage}, {found.dtype}"),
         ("wrapper", wrapper),
         ("mode", f"{found.mode}: {found.why}"),

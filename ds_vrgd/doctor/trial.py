@@ -105,7 +105,6 @@ class Trial:
     def _describe(self, stage: int) -> Findings:
         groups = self.reference.groups
         return Findings(
-            optimizer=self.settings.optimizer,
             stage=stage,
             dtype=str(self.dtype).removeprefix("torch."),
             wrapper=wrapper_name(self.engine),

@@ -16,6 +16,7 @@ from ds_vrgd.cli.main import main
 from ds_vrgd.doctor.examine import EXACT, NOT_EXACT, REFUSED, Outcome, examine
 from ds_vrgd.doctor.model import TinyTransformer
 from ds_vrgd.doctor.settings import prepare
+from ds_vrgd.moments.buckets import ALIGNMENT
 from ds_vrgd.zero.configs import read_config
 from ds_vrgd.zero.scale import GradientScale
 from tests.support.ranks import run_on_ranks
@@ -118,8 +119,8 @@ def test_cost_is_what_was_held_and_sent(outcomes: dict[str, Outcome]) -> None:
     elements = sum(param.numel() for param in TinyTransformer().parameters())
     assert elements % 2, "nothing needs padding"
     sent = int(row(outcomes["plain"], "sent for moments").split(" ")[0].replace(",", ""))
-    # Each param group is cut in two; a rank sends the other's half, and what rank 0 sends is shorter by the padding.
-    assert 0 <= 4 * elements / 2 - sent <= 4 * 2 * 2
+    # Both param groups are cut in two, and a rank sends the other's half: one region, padded.
+    assert abs(sent - 4 * elements / 2) <= 4 * ALIGNMENT
     assert row(outcomes["plain"], "moments") == "8.0 bytes an element of the shard before a step, 0.0 between steps"
     assert row(outcomes["plain"], "optimizer state").endswith("= 12.0 bytes an element of the shard")
     assert row(outcomes["LAMB, fp16"], "optimizer state").endswith("= 8.0 bytes an element of the shard")
@@ -182,6 +183,7 @@ def test_command_starts_the_ranks_and_prints_the_table() -> None:
     table = {cells[0].strip(): cells[-1].strip() for cells in rows}
     assert table["verdict"] == "exact"
     assert table["configuration"] == config
+    assert table["optimizer"] == "VRLAMB, lr=0.004, weight_decay=0.01, gamma=0.1"
     assert table["torch"] == torch.__version__
     assert table["k"] == "4 = 2 ranks x 2 micro-batches"
 

@@ -12,7 +12,7 @@ from ds_vrgd.doctor.findings import Findings
 from ds_vrgd.doctor.table import render, rows_of
 
 EXACT = Findings(
-    optimizer="VRLAMB", stage=2, dtype="float32", wrapper="DeepSpeedZeroOptimizer", mode="fused",
+    stage=2, dtype="float32", wrapper="DeepSpeedZeroOptimizer", mode="fused",
     why='reduction="auto"', ranks=2, micro_batches=4, clip=1.0, layers=9, reduced=9, trusted=4, steps=3,
     error=5e-8, moved=0.01, worst=("tokens.weight", 4e-8), repeats=True, follows=True,
     state={"exp_avg": 4.0, "exp_avg_gsnr": 2.0},
