@@ -1,17 +1,31 @@
-"""Checkpoints of a run through DeepSpeed, and the checks before one is resumed."""
+"""Checkpoints of a run through DeepSpeed, and the checks before one is resumed.
+
+Under ``checkpoints`` a folder ``step-...`` is a complete checkpoint: it is written as ``step-....partial`` and gets its
+name when every file of every rank is on the disk and the manifest is written. ``latest`` names the newest and is
+written after that; older ones go last of all.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import json
+import shutil
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ds_vrgd.bert.errors import InputError
+from ds_vrgd.bert.errors import InputError, TrainingFailed
+from ds_vrgd.bert.files import Fingerprint, fingerprint, sync_folder, write_text
+from ds_vrgd.bert.launch import Ranks
+from ds_vrgd.bert.manifest import first_fault, has_manifest, remove_manifest, saved_bytes, write_manifest
 from ds_vrgd.bert.runfile import RunFile
+from ds_vrgd.zero import save_checkpoint
 
 _DESCRIPTION = "pretraining.json"
 _CHECKPOINTS = "checkpoints"
+_LATEST = "latest"
+_PARTIAL = ".partial"
 
 
 @dataclass(frozen=True)
@@ -23,11 +37,14 @@ class Resumption:
     step: int
 
 
-def describe(run: RunFile, vocabulary_sha256: str, ranks: int, deepspeed_config: dict[str, Any]) -> dict[str, Any]:
+def describe(
+    run: RunFile, vocabulary_sha256: str, data_sha256: str, ranks: int, deepspeed_config: dict[str, Any]
+) -> dict[str, Any]:
     """What a checkpoint and the run that resumes from it must agree on."""
     return {
         "model": run.model.model_dump(),
         "vocabulary_sha256": vocabulary_sha256,
+        "data_sha256": data_sha256,
         "seed": run.seed,
         "phases": [phase.model_dump() for phase in run.phases],
         "ranks": ranks,
@@ -36,37 +53,76 @@ def describe(run: RunFile, vocabulary_sha256: str, ranks: int, deepspeed_config:
     }
 
 
-def save(engine: Any, output: Path, step: int, description: dict[str, Any]) -> None:
-    """Save the engine after ``step`` updates under ``output``. Collective."""
-    tag = f"step-{step:06d}"
+def save(engine: Any, ranks: Ranks, output: Path, step: int, description: dict[str, Any], keep: int) -> None:
+    """Save the engine after ``step`` updates under ``output``, then delete all but the newest ``keep``. Collective.
+
+    Raises:
+        TrainingFailed: a rank could not write, on every rank; earlier checkpoints are as they were.
+    """
+    folder, tag = output / _CHECKPOINTS, _tag(step)
+    partial = folder / (tag + _PARTIAL)
     state = {**description, "step": step}
-    if engine.global_rank == 0:
-        folder = output / _CHECKPOINTS / tag
-        folder.mkdir(parents=True, exist_ok=True)
-        # Beside the weights, so that a misfit is found without reading gigabytes or failing half-way.
-        (folder / _DESCRIPTION).write_text(json.dumps(state, indent=1) + "\n", encoding="utf-8")
-    engine.save_checkpoint(str(output / _CHECKPOINTS), tag=tag, client_state={"pretraining": state})
+    ranks.on_rank_zero(lambda: _written(output, tag, lambda: _begin(partial, state)))
+    written = save_checkpoint(engine, folder, partial.name, {"pretraining": state})
+    own: dict[str, Fingerprint] = {}
+    if written.error is None:
+        try:
+            own = {str(file.relative_to(partial)): fingerprint(file) for file in written.files}
+        except OSError as error:  # some disks say only now that they are full
+            written.error = str(error)
+    everyones = ranks.gather((own, written.error))
+    ranks.on_rank_zero(lambda: _written(output, tag, lambda: _complete(partial, everyones)))
+    ranks.on_rank_zero(lambda: _prune(folder, step, keep))
+
+
+def tidy(output: Path) -> None:
+    """Remove what a killed run has left half-written or half-deleted. On one rank, before anything is read."""
+    for partial in (output / _CHECKPOINTS).glob(f"step-*{_PARTIAL}"):
+        final = _final(partial)
+        if has_manifest(partial) and not has_manifest(final):
+            shutil.rmtree(final, ignore_errors=True)  # the rest of one that was being replaced
+            partial.rename(final)  # complete, killed before it had its name
+        else:
+            shutil.rmtree(partial)
 
 
 def find(path: Path) -> Resumption:
     """Locate the newest checkpoint in an output folder or a checkpoint folder, or the given one.
 
     Raises:
-        InputError: ``path`` is neither.
+        InputError: ``path`` is neither, or the description of the checkpoint is damaged.
     """
     for folder in (path / _CHECKPOINTS, path):
-        if (folder / "latest").is_file():
-            tag = (folder / "latest").read_text(encoding="utf-8").strip()
+        if (folder / _LATEST).is_file():
+            tag = (folder / _LATEST).read_text(encoding="utf-8").strip()
             break
     else:
         folder, tag = path.parent, path.name
-    description = folder / tag / _DESCRIPTION
-    if not description.is_file():
-        raise InputError(
-            f"--resume {path} is not a checkpoint of a pre-training run; give the --output of an earlier run, its "
-            "folder checkpoints, or one step-... folder in there"
-        )
-    return Resumption(folder, tag, _read(description)["step"])
+        if not (path / _DESCRIPTION).is_file():
+            complete = _steps(path / _CHECKPOINTS)
+            raise InputError(
+                f"--resume {path} is not a checkpoint of a pre-training run; give the --output of an earlier run, its "
+                "folder checkpoints, or one step-... folder in there"
+                + (f", such as {path / _CHECKPOINTS / _tag(complete[-1])}" if complete else "")
+            )
+    fault = first_fault(folder / tag, only=_DESCRIPTION)
+    if fault is not None:
+        _refuse_damaged(folder / tag, fault)
+    return Resumption(folder, tag, _read(folder / tag / _DESCRIPTION)["step"])
+
+
+def verify(resumption: Resumption, ranks: Ranks) -> None:
+    """Read every file of the checkpoint and compare it with what was saved, each rank its share. Collective.
+
+    Raises:
+        InputError: a file is missing, cut short or changed; it is named, and so is the newest checkpoint before this
+            one that is whole. On every rank.
+    """
+    checkpoint = resumption.folder / resumption.tag
+    faults = [fault for fault in ranks.gather(first_fault(checkpoint, ranks.rank, ranks.size)) if fault is not None]
+    if faults:
+        # One rank looks for a whole one, which can take as long again.
+        ranks.on_rank_zero(lambda: _refuse_damaged(checkpoint, faults[0]))
 
 
 def check(resumption: Resumption, description: dict[str, Any]) -> None:
@@ -75,7 +131,7 @@ def check(resumption: Resumption, description: dict[str, Any]) -> None:
     The phases that have begun must be as they were; later ones may change.
 
     Raises:
-        InputError: model, vocabulary, seed, begun phases, ranks, ZeRO stage or optimizer differ.
+        InputError: model, vocabulary, data, seed, begun phases, ranks, ZeRO stage or optimizer differ.
     """
     saved = _read(resumption.folder / resumption.tag / _DESCRIPTION)
     begun, first = 0, 0
@@ -107,6 +163,109 @@ def load(engine: Any, resumption: Resumption) -> None:
             f"--resume {resumption.folder / resumption.tag} is incomplete or mixed from two checkpoints; give another "
             "step-... folder"
         )
+
+
+def _begin(partial: Path, state: dict[str, Any]) -> None:
+    partial.mkdir(parents=True)
+    # Beside the weights, so that a misfit is found without reading gigabytes or failing half-way.
+    write_text(partial / _DESCRIPTION, json.dumps(state, indent=1) + "\n")
+
+
+def _complete(partial: Path, everyones: list[tuple[dict[str, Fingerprint], str | None]]) -> None:
+    """Make the newest checkpoint of what all ranks have written.
+
+    Raises:
+        OSError: one of them could not, or wrote where this one cannot see it.
+    """
+    files = {}
+    for rank, (own, error) in enumerate(everyones):
+        if error is not None:
+            raise OSError(f"rank {rank}: {error}")
+        files.update(own)
+    for path in partial.rglob("*"):  # the description, and what DeepSpeed writes by other means
+        if path.is_file() and (name := str(path.relative_to(partial))) not in files:
+            files[name] = fingerprint(path)
+    for name in files:
+        if not (partial / name).is_file():
+            raise OSError(f"{name} is not visible to rank 0; put the output on a shared file system")
+    write_manifest(partial, files)
+    final = _final(partial)
+    if final.exists():  # of a run that this one has gone back behind
+        _delete(final)
+    partial.rename(final)
+    sync_folder(final.parent)
+    write_text(final.parent / _LATEST, final.name)
+
+
+def _written(output: Path, tag: str, work: Callable[[], None]) -> None:
+    """Do ``work`` for the checkpoint ``tag``; where it cannot be written, remove what there is of it.
+
+    Raises:
+        TrainingFailed: it cannot; with what the disk has and needs.
+    """
+    folder = output / _CHECKPOINTS
+    try:
+        work()
+    except OSError as error:
+        shutil.rmtree(folder / (tag + _PARTIAL), ignore_errors=True)
+        message = f"checkpoint {tag} could not be written to {folder}: {error}. "
+        with contextlib.suppress(OSError):
+            message += f"{shutil.disk_usage(folder).free / 1e9:.3g} GB are free there"
+        earlier = _steps(folder)
+        if earlier:
+            message += (
+                f", and {_tag(earlier[-1])} takes {saved_bytes(folder / _tag(earlier[-1])) / 1e9:.3g} GB; free as much "
+                f"(keep_checkpoints in the run file limits what this run keeps) and go on with --resume {output}"
+            )
+        else:
+            message += f"; free some, remove {output} and start again, for no checkpoint had been written before"
+        raise TrainingFailed(message) from error
+
+
+def _prune(folder: Path, step: int, keep: int) -> None:
+    """Delete all but the newest ``keep`` checkpoints up to ``step``, which is one of them and complete.
+
+    Later ones, of a run that this one has gone back behind, stay until they are reached.
+    """
+    older = [each for each in _steps(folder) if each < step]
+    for each in older[: max(0, len(older) - (keep - 1))]:
+        # A kill in mid-deletion leaves nothing that has a checkpoint's name.
+        partial = folder / (_tag(each) + _PARTIAL)
+        (folder / _tag(each)).rename(partial)
+        _delete(partial)
+
+
+def _delete(checkpoint: Path) -> None:
+    remove_manifest(checkpoint)
+    shutil.rmtree(checkpoint)
+
+
+def _refuse_damaged(checkpoint: Path, fault: str) -> None:
+    """Raise the InputError for a damaged checkpoint; it names the newest whole one before it."""
+    number = checkpoint.name.removeprefix("step-").removesuffix(_PARTIAL)
+    earlier = [step for step in _steps(checkpoint.parent) if not number.isdigit() or step < int(number)]
+    for step in reversed(earlier):
+        whole = checkpoint.parent / _tag(step)
+        if first_fault(whole) is None:
+            way_out = f"the newest whole one before it is {whole}: go on from there with --resume {whole}"
+            break
+    else:
+        way_out = "there is no whole one before it: start anew without --resume in another --output"
+    raise InputError(f"--resume: checkpoint {checkpoint} is damaged: {fault}. Nothing was loaded; {way_out}")
+
+
+def _tag(step: int) -> str:
+    return f"step-{step:06d}"
+
+
+def _final(partial: Path) -> Path:
+    return partial.with_name(partial.name.removesuffix(_PARTIAL))
+
+
+def _steps(folder: Path) -> list[int]:
+    """Updates after which there is a complete checkpoint in ``folder``, ascending."""
+    numbers = (path.name.removeprefix("step-") for path in folder.glob("step-*") if has_manifest(path))
+    return sorted(int(number) for number in numbers if number.isdigit())
 
 
 def _difference(key: str, was: Any, wanted: Any) -> str:

@@ -1,6 +1,8 @@
-"""The one exception for input that a user can put right."""
+"""The ways in which a run ends early."""
 
 from __future__ import annotations
+
+from pathlib import Path
 
 
 class InputError(ValueError):
@@ -8,3 +10,16 @@ class InputError(ValueError):
 
     The launcher prints the message alone, without a traceback, and ends with exit status 2.
     """
+
+
+class TrainingFailed(RuntimeError):
+    """The run cannot go on: the loss is not finite, fp16 skips every update, or a checkpoint cannot be written."""
+
+
+class Interrupted(Exception):
+    """SIGTERM came and the run is saved: not an error, exit status 0."""
+
+    def __init__(self, step: int, output: Path) -> None:
+        super().__init__(
+            f"SIGTERM: saved after update {step} and stopped; go on with the same command and --resume {output}"
+        )

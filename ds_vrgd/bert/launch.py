@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import torch
 from deepspeed.accelerator import get_accelerator
 
-from ds_vrgd.bert.errors import InputError
+from ds_vrgd.bert.errors import InputError, TrainingFailed
 from ds_vrgd.bert.runfile import Phase, RunFile
 from ds_vrgd.zero import leave_out_shared_memory_op
 from ds_vrgd.zero.configs import read_config
@@ -113,29 +113,40 @@ def _batch_sizes(phase: Phase, ranks: int) -> dict[str, tuple[str, int]]:
     }
 
 
-class RankZero:
-    """Runs work on rank 0 while the other ranks wait, and shares its outcome."""
+class Ranks:
+    """What the ranks say to each other outside of training: one works while the others wait, or all compare notes.
+
+    Attributes:
+        rank: of this process.
+        size: how many there are.
+    """
 
     def __init__(self) -> None:
         # A group of its own: waiting for hours must not need an hours-long timeout in training's collectives.
         self._group = torch.distributed.new_group(backend="gloo", timeout=_PREPARATION_TIMEOUT)
+        self.rank = torch.distributed.get_rank()
+        self.size = torch.distributed.get_world_size()
 
-    def run(self, work: Callable[[], T]) -> T:
+    def on_rank_zero(self, work: Callable[[], T]) -> T:
         """Result of ``work`` on every rank. Collective.
 
         Raises:
-            InputError: raised by ``work``, on every rank.
+            InputError, TrainingFailed: raised by ``work``, on every rank.
         """
         outcome: list[Any] = [None, None]
-        failure: Exception | None = None
-        if torch.distributed.get_rank() == 0:
+        if self.rank == 0:
             try:
                 outcome[0] = work()
-            except InputError as error:
-                outcome[1] = str(error)
-                failure = error
+            except (InputError, TrainingFailed) as error:
+                outcome[1] = error
         torch.distributed.broadcast_object_list(outcome, src=0, group=self._group)
         if outcome[1] is not None:
-            raise failure or InputError(outcome[1])
+            raise outcome[1]
         result: T = outcome[0]
         return result
+
+    def gather(self, value: T) -> list[T]:
+        """Every rank's ``value``, on every rank, by rank. Collective."""
+        values: list[Any] = [None] * self.size
+        torch.distributed.all_gather_object(values, value, group=self._group)
+        return values

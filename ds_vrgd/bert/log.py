@@ -7,21 +7,24 @@ from pathlib import Path
 from typing import Any
 
 import ds_vrgd
+from ds_vrgd.bert.files import write_text
+from ds_vrgd.zero import trim_csv_monitor
 
 
 class RunLog:
     """Writes ``log.jsonl`` in the output folder and passes the same numbers to TensorBoard and CSV.
 
-    Records of updates at or after ``first_step``, left by an interrupted run, are dropped.
+    What an interrupted run has left of later updates than ``first_step`` is dropped from the log and the CSV files.
+    TensorBoard's files only grow, so there it stays, beside the repeated updates.
     """
 
     def __init__(self, output: Path, first_step: int, monitor: Any) -> None:
         self._path = output / "log.jsonl"
         self._monitor = monitor
         kept = [record for record in read_log(output) if record["step"] <= first_step]
-        self._file = self._path.open("w", encoding="utf-8", buffering=1)
-        for record in kept:
-            self._write(record)
+        trim_csv_monitor(monitor, first_step)
+        write_text(self._path, "".join(json.dumps(record) + "\n" for record in kept))
+        self._file = self._path.open("a", encoding="utf-8", buffering=1)
 
     def update(self, record: dict[str, Any]) -> None:
         """Record one update; ``record["step"]`` counts the updates done."""
@@ -49,7 +52,8 @@ def read_log(output: Path) -> list[dict[str, Any]]:
     path = output / "log.jsonl"
     if not path.exists():
         return []
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.endswith("}")]
+    *whole, _ = path.read_text(encoding="utf-8").split("\n")  # what follows the last newline was cut off by a kill
+    return [json.loads(line) for line in whole]
 
 
 def gsnr_record(engine: Any) -> dict[str, float] | None:

@@ -11,9 +11,9 @@ from pathlib import Path
 import deepspeed
 import torch
 
-from ds_vrgd.bert.errors import InputError
+from ds_vrgd.bert.errors import InputError, Interrupted, TrainingFailed
 from ds_vrgd.bert.launch import configure_cpu_ranks, load_deepspeed_config
-from ds_vrgd.bert.pretrain import TrainingFailed, pretrain
+from ds_vrgd.bert.pretrain import pretrain
 from ds_vrgd.bert.runfile import load_run_file
 
 
@@ -37,6 +37,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         configure_cpu_ranks()
         deepspeed.init_distributed()
         line = pretrain(run, config, options.output, options.resume)
+    except Interrupted as interruption:
+        line = str(interruption)
     except (InputError, TrainingFailed) as error:
         if is_rank_zero:
             print(f"error: {error}", file=sys.stderr, flush=True)

@@ -11,6 +11,7 @@ import deepspeed
 from transformers import BertTokenizerFast
 
 from ds_vrgd.bert.errors import InputError
+from ds_vrgd.bert.files import write_text
 from ds_vrgd.bert.runfile import RunFile
 
 _RESULT = "result.json"
@@ -47,6 +48,11 @@ def check_output(run: RunFile, output: Path, resume: Path | None) -> str | None:
             f"--output {output} holds an unfinished run; go on with it by --resume {output}, remove it, or give "
             "another --output"
         )
+    if "log.jsonl" in found:
+        raise InputError(
+            f"--output {output} holds a run that ended before its first checkpoint; remove {', '.join(found)} from it "
+            "and start again, or give another --output"
+        )
     raise InputError(f"--output {output} is not empty ({', '.join(found)}); remove it or give another --output")
 
 
@@ -68,4 +74,4 @@ def save_model(engine: Any, tokenizer: BertTokenizerFast, output: Path) -> None:
 def finish(run: RunFile, output: Path, summary: str) -> None:
     """Mark the run as finished."""
     result = {"summary": summary, "run": run.model_dump(mode="json")}
-    (output / _RESULT).write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    write_text(output / _RESULT, json.dumps(result, indent=1) + "\n")

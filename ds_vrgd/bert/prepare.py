@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import shutil
 from collections.abc import Callable, Iterator
@@ -40,6 +41,16 @@ class PreparedData:
     held_out: Split
     unigram_counts: npt.NDArray[np.int64]
     spans: dict[tuple[str, int], npt.NDArray[np.int64]]
+
+    def fingerprint(self) -> str:
+        """Changes, all but surely, with the documents: sha256 of how often each token occurs and where documents end.
+
+        Not of all tokens: that would read the whole corpus at every start.
+        """
+        digest = hashlib.sha256(self.unigram_counts.tobytes())
+        for split in (self.train, self.held_out):
+            digest.update(split.documents.tobytes())
+        return digest.hexdigest()
 
 
 def prepare(run: RunFile, folder: Path, report: Callable[[str], None]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,12 +16,14 @@ import torch
 from tqdm import tqdm
 
 from ds_vrgd.bert import checkpoint
+from ds_vrgd.bert.errors import Interrupted, TrainingFailed
 from ds_vrgd.bert.evaluation import held_out_losses
 from ds_vrgd.bert.examples import Batch, ExampleBuilder, SpecialIds
-from ds_vrgd.bert.launch import RankZero, fill_deepspeed_config
+from ds_vrgd.bert.launch import Ranks, fill_deepspeed_config
 from ds_vrgd.bert.log import RunLog, gsnr_record, plot
 from ds_vrgd.bert.model import PretrainingModel, bert_config, parameter_groups
 from ds_vrgd.bert.output import check_output, finish, save_model
+from ds_vrgd.bert.preemption import StopRequest
 from ds_vrgd.bert.prepare import PreparedData, open_prepared, prepare
 from ds_vrgd.bert.runfile import RunFile
 from ds_vrgd.bert.stream import MicroBatches, RankOrder, evaluation_batches, training_batches
@@ -32,10 +34,6 @@ _DROPOUT = 3  # first entry of a seed, beside those of ds_vrgd.bert.stream
 _MOST_SKIPPED_UPDATES = 50  # in a row; fp16 from a scale of 2**32 needs about 30
 
 
-class TrainingFailed(RuntimeError):
-    """The run cannot go on: the loss is not finite, or fp16 skips every update."""
-
-
 @dataclass(frozen=True)
 class Training:
     """Everything that one rank's training loop uses."""
@@ -43,6 +41,8 @@ class Training:
     run: RunFile
     data: PreparedData
     engine: Any
+    ranks: Ranks
+    stop: StopRequest
     output: Path
     description: dict[str, Any]
     log: RunLog | None  # on rank 0
@@ -58,6 +58,10 @@ class Training:
 
         Returns:
             The evaluation at its end, see ``evaluate``.
+
+        Raises:
+            TrainingFailed: see ``check`` and ``checkpoint.save``.
+            Interrupted: a rank was asked to stop; all have saved.
         """
         phase = self.run.phases[index]
         done = sum(self.run.phase_steps[:index])
@@ -77,7 +81,7 @@ class Training:
         for step in range(first_step, phase.steps):
             started = time.perf_counter()
             total, lr = done + step + 1, phase.lr_at(step)
-            losses = self.update(batches, index, step, lr)
+            *losses, stop = self.update(batches, index, step, lr)
             skipped = skipped + 1 if getattr(self.engine.optimizer, "overflow", False) else 0
             self.check(losses, total, skipped)
             speed = phase.global_batch / (time.perf_counter() - started)
@@ -96,19 +100,24 @@ class Training:
                 self.log.update(record if gsnr is None else {**record, "gsnr": gsnr})
             bar.set_postfix(loss=f"{sum(losses):.3f}", lr=f"{lr:.2e}", seq_s=f"{speed:.0f}", refresh=False)
             bar.update()
-            if step + 1 == phase.steps or total % self.run.checkpoint_every == 0:
+            if stop or step + 1 == phase.steps or total % self.run.checkpoint_every == 0:
                 evaluation = self.evaluate(index, total)
                 # Weights that the last update has ruined never become the newest checkpoint.
                 self.check(evaluation, total, skipped)
-                checkpoint.save(self.engine, self.output, total, self.description)
+                keep = self.run.keep_checkpoints
+                checkpoint.save(self.engine, self.ranks, self.output, total, self.description, keep)
+            if stop and total < sum(self.run.phase_steps):
+                bar.close()
+                raise Interrupted(total, self.output)
         bar.close()
         return evaluation
 
-    def update(self, batches: Iterator[Batch], phase_index: int, step: int, lr: float) -> tuple[float, float]:
+    def update(self, batches: Iterator[Batch], phase_index: int, step: int, lr: float) -> tuple[float, float, bool]:
         """One optimizer step over the global batch. Collective.
 
         Returns:
-            (masked-LM loss, next-sentence loss): means over the micro-batches of all ranks.
+            (masked-LM loss, next-sentence loss, stop): means over the micro-batches of all ranks, and whether any rank
+            has been asked to stop. The same on every rank.
         """
         engine = self.engine
         for group in engine.optimizer.param_groups:
@@ -125,12 +134,13 @@ class Training:
             engine.backward(masked_lm + next_sentence)
             engine.step()
             losses += torch.stack([masked_lm.detach(), next_sentence.detach()])
-        losses /= accumulation * ranks
-        dist.all_reduce(losses)
-        masked_lm_mean, next_sentence_mean = losses.tolist()
-        return masked_lm_mean, next_sentence_mean
+        # The ranks agree here whether to stop; asking costs no collective of its own.
+        sums = torch.cat([losses / (accumulation * ranks), losses.new_tensor([self.stop.requested])])
+        dist.all_reduce(sums)
+        masked_lm_mean, next_sentence_mean, stops = sums.tolist()
+        return masked_lm_mean, next_sentence_mean, stops > 0
 
-    def check(self, losses: tuple[float, float], step: int, skipped: int) -> None:
+    def check(self, losses: Sequence[float], step: int, skipped: int) -> None:
         """Stop a run that has come apart. The losses are those of all ranks, so every rank stops.
 
         Raises:
@@ -171,25 +181,28 @@ def pretrain(run: RunFile, deepspeed_config: dict[str, Any], output: Path, resum
 
     Raises:
         InputError: something that the user gave cannot be used; nothing was trained or overwritten.
-        TrainingFailed: the run came apart.
+        TrainingFailed: the run came apart, or a checkpoint could not be written.
+        Interrupted: SIGTERM came, and all ranks have saved.
     """
-    ranks = dist.get_world_size()
-    rank_zero = RankZero()
-    finished = rank_zero.run(lambda: check_output(run, output, resume))
+    ranks = Ranks()
+    finished = ranks.on_rank_zero(lambda: check_output(run, output, resume))
     if finished is not None:
         return finished
-    resumption = None if resume is None else rank_zero.run(lambda: checkpoint.find(resume))
+    ranks.on_rank_zero(lambda: checkpoint.tidy(output))
+    resumption = None if resume is None else ranks.on_rank_zero(lambda: checkpoint.find(resume))
+    if resumption:
+        checkpoint.verify(resumption, ranks)
     step = resumption.step if resumption else 0
     phase_index, phase_step = phase_of_step(step, run.phase_steps)
     first_phase = run.phases[min(phase_index, len(run.phases) - 1)]
-    config = rank_zero.run(lambda: fill_deepspeed_config(deepspeed_config, run, first_phase, ranks, output))
+    config = ranks.on_rank_zero(lambda: fill_deepspeed_config(deepspeed_config, run, first_phase, ranks.size, output))
 
     data_folder = run.prepared_data or output / "data"
-    rank_zero.run(lambda: prepare(run, data_folder, report=lambda text: tqdm.write(f"data: {text}")))
+    ranks.on_rank_zero(lambda: prepare(run, data_folder, report=lambda text: tqdm.write(f"data: {text}")))
     data = open_prepared(run, data_folder)
-    description = checkpoint.describe(run, data.vocabulary_sha256, ranks, config)
+    description = checkpoint.describe(run, data.vocabulary_sha256, data.fingerprint(), ranks.size, config)
     if resumption:
-        rank_zero.run(lambda: checkpoint.check(resumption, description))
+        ranks.on_rank_zero(lambda: checkpoint.check(resumption, description))
 
     torch.manual_seed(_seed(run.seed))
     model = PretrainingModel(bert_config(run.model, len(data.tokenizer)))
@@ -197,10 +210,11 @@ def pretrain(run: RunFile, deepspeed_config: dict[str, Any], output: Path, resum
     if resumption:
         checkpoint.load(engine, resumption)
     log = RunLog(output, step, engine.monitor) if dist.get_rank() == 0 else None
-    training = Training(run, data, engine, output, description, log)
     evaluation = None
-    for index in range(phase_index, len(run.phases)):
-        evaluation = training.phase(index, phase_step if index == phase_index else 0)
+    with StopRequest() as stop:
+        training = Training(run, data, engine, ranks, stop, output, description, log)
+        for index in range(phase_index, len(run.phases)):
+            evaluation = training.phase(index, phase_step if index == phase_index else 0)
     # Nothing was left to train if an interrupted run had saved its last checkpoint.
     loss, entropy = evaluation or training.evaluate(len(run.phases) - 1, sum(run.phase_steps))
     save_model(engine, data.tokenizer, output)

@@ -147,6 +147,8 @@ class RunFile(_Section):
     evaluation_sequences: int = Field(default=1024, gt=0)
     # Updates between checkpoints, beside the one at each phase's end.
     checkpoint_every: int = Field(gt=0)
+    # Complete checkpoints that stay; older ones are deleted when a new one is complete.
+    keep_checkpoints: int = Field(default=3, ge=1)
     # Processes per rank that build batches ahead of the update; 0 builds them in the training process.
     loader_workers: int = Field(default=0, ge=0)
     phases: list[Phase] = Field(min_length=1)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from ds_vrgd.bert.examples import IGNORED_LABEL, Batch, ExampleBuilder, epoch_order
+from ds_vrgd.bert.preemption import heed_only_the_rank
 from ds_vrgd.bert.runfile import Phase
 
 # First entries of a generator's seed keep its purposes apart.
@@ -65,7 +66,12 @@ def training_batches(micro_batches: MicroBatches, order: RankOrder, workers: int
     # Forked workers share the mapped corpus; any other start method would copy it into each.
     context = "fork" if workers else None
     loader = DataLoader(
-        micro_batches, batch_size=None, sampler=order, num_workers=workers, multiprocessing_context=context
+        micro_batches,
+        batch_size=None,
+        sampler=order,
+        num_workers=workers,
+        multiprocessing_context=context,
+        worker_init_fn=heed_only_the_rank,
     )
     return iter(loader)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import deepspeed
@@ -46,3 +47,27 @@ def set_batch_sizes(engine: Engine, micro_batch: int, global_batch: int) -> None
     # ZeRO's wrappers keep a copy, which the engine's setters leave behind and CPU offload reads.
     if hasattr(engine.optimizer, "gradient_accumulation_steps"):
         engine.optimizer.gradient_accumulation_steps = engine.gradient_accumulation_steps()
+
+
+def trim_csv_monitor(monitor: Any, step: int) -> None:
+    """Drop what an interrupted run has left in DeepSpeed's CSV files after ``step``; call it before the first event.
+
+    The monitor only appends: a run that goes on in the same folder would repeat the rows since its checkpoint, and
+    the header.
+
+    Args:
+        monitor: ``engine.monitor`` of rank 0.
+        step: the last one that is kept.
+    """
+    csv = monitor.csv_monitor
+    if csv is None:
+        return
+    for path in Path(csv.log_dir).glob("*.csv"):
+        header, *rows = path.read_text(encoding="utf-8").splitlines() or [""]
+        if not header:  # killed before the first row
+            continue
+        kept = [row for row in rows if (number := row.split(",")[0]).isdigit() and int(number) <= step]
+        partial = path.with_name(path.name + ".partial")
+        partial.write_text("".join(f"{line}\n" for line in (header, *kept)), encoding="utf-8")
+        partial.replace(path)
+        csv.filenames.append(path.stem)  # those that have their header

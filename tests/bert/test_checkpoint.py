@@ -1,43 +1,82 @@
-"""What --resume refuses, from the description that lies beside the weights."""
+"""A checkpoint is whole or is none; what is deleted and when; what --resume refuses before anything is loaded."""
 
 from __future__ import annotations
 
+import errno
 import json
+import os
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from deepspeed.runtime.checkpoint_engine import TorchCheckpointEngine
 
 from ds_vrgd.bert import checkpoint
-from ds_vrgd.bert.errors import InputError
+from ds_vrgd.bert.errors import InputError, TrainingFailed
+from ds_vrgd.bert.manifest import first_fault, write_manifest
 from ds_vrgd.bert.runfile import RunFile
 
 CONFIG: dict[str, Any] = {"optimizer": {"type": "VRLAMB"}, "zero_optimization": {"stage": 2}}
 
 
+class Alone:
+    """The only rank."""
+
+    rank, size = 0, 1
+
+    def on_rank_zero(self, work: Callable[[], Any]) -> Any:
+        return work()
+
+    def gather(self, value: Any) -> list[Any]:
+        return [value]
+
+
 class FakeEngine:
-    """Saves and loads only the client state."""
+    """Saves two small files as DeepSpeed's engine does, and loads the client state that was saved last."""
 
-    global_rank = 0
+    def __init__(self) -> None:
+        self.checkpoint_engine: Any = TorchCheckpointEngine()
 
-    def save_checkpoint(self, folder: str, tag: str, client_state: dict[str, Any]) -> None:
+    def save_checkpoint(self, folder: str, tag: str, client_state: dict[str, Any], save_latest: bool) -> None:
+        assert not save_latest
         self.client_state = client_state
-        (Path(folder) / "latest").write_text(tag, encoding="utf-8")
+        for name in ("model_states.pt", "optim_states.pt"):
+            self.checkpoint_engine.save({"tensor": torch.arange(1000.0)}, f"{folder}/{tag}/{name}")
+        self._copy_recovery_script(folder)
+
+    def _copy_recovery_script(self, folder: str) -> None:
+        (Path(folder) / "zero_to_fp32.py").touch()
 
     def load_checkpoint(self, folder: str, tag: str) -> tuple[str | None, Any]:
         return folder, self.client_state
 
 
+RANKS: Any = Alone()
+Saved = tuple[Path, FakeEngine, dict[str, Any]]
+
+
+def save(saved: Saved, step: int, keep: int = 9) -> None:
+    output, engine, description = saved
+    checkpoint.save(engine, RANKS, output, step, description, keep)
+
+
 @pytest.fixture
-def saved(run: RunFile, tmp_path: Path) -> tuple[Path, FakeEngine, dict[str, Any]]:
+def saved(run: RunFile, tmp_path: Path) -> Saved:
     """An output folder with checkpoints after 3 and 5 of 6 updates; phase 1 has 4."""
-    engine, description = FakeEngine(), checkpoint.describe(run, "abc", 2, CONFIG)
+    saved = tmp_path, FakeEngine(), checkpoint.describe(run, "abc", "123", 2, CONFIG)
     for step in (3, 5):
-        checkpoint.save(engine, tmp_path, step, description)
-    return tmp_path, engine, description
+        save(saved, step)
+    return saved
 
 
-def test_output_checkpoint_and_tag_folder_are_found(saved: tuple[Path, FakeEngine, dict[str, Any]]) -> None:
+def names(saved: Saved) -> list[str]:
+    return sorted(path.name for path in (saved[0] / "checkpoints").glob("step-*"))
+
+
+def test_output_checkpoint_and_tag_folder_are_found(saved: Saved) -> None:
     output, engine, _ = saved
     for path, tag in (("", "step-000005"), ("checkpoints", "step-000005"), ("checkpoints/step-000003", "step-000003")):
         found = checkpoint.find(output / path)
@@ -53,7 +92,7 @@ def test_what_is_no_checkpoint(tmp_path: Path) -> None:
             checkpoint.find(path)
 
 
-def test_the_same_run_fits(saved: tuple[Path, FakeEngine, dict[str, Any]], run: RunFile) -> None:
+def test_the_same_run_fits(saved: Saved, run: RunFile) -> None:
     output, _, description = saved
     checkpoint.check(checkpoint.find(output), json.loads(json.dumps(description)))
 
@@ -62,21 +101,20 @@ def test_the_same_run_fits(saved: tuple[Path, FakeEngine, dict[str, Any]], run: 
     "key, value, expected",
     [
         ("vocabulary_sha256", "def", "vocabulary_sha256=abc, not def"),
+        ("data_sha256", "456", "data_sha256=123, not 456"),
         ("ranks", 4, "ranks=2, not 4"),
         ("zero_stage", 3, "zero_stage=2, not 3"),
         ("optimizer", "LAMB", "optimizer=VRLAMB, not LAMB"),
         ("seed", 9, "seed=3, not 9"),
     ],
 )
-def test_other_runs_do_not(saved: tuple[Path, FakeEngine, dict[str, Any]], key: str, value: Any, expected: str) -> None:
+def test_other_runs_do_not(saved: Saved, key: str, value: Any, expected: str) -> None:
     output, _, description = saved
     with pytest.raises(InputError, match=f"was saved with {expected}; use the settings of that run"):
         checkpoint.check(checkpoint.find(output), {**description, key: value})
 
 
-def test_only_the_differing_key_of_another_model_is_named(
-    saved: tuple[Path, FakeEngine, dict[str, Any]], run: RunFile
-) -> None:
+def test_only_the_differing_key_of_another_model_is_named(saved: Saved, run: RunFile) -> None:
     output, _, description = saved
     other = {**description, "model": {**description["model"], "hidden_size": 64}}
     with pytest.raises(InputError, match=r"was saved with model\.hidden_size=16, not 64; use"):
@@ -84,7 +122,7 @@ def test_only_the_differing_key_of_another_model_is_named(
 
 
 def test_begun_phases_are_fixed_and_later_ones_may_change(
-    saved: tuple[Path, FakeEngine, dict[str, Any]],
+    saved: Saved,
 ) -> None:
     output, _, description = saved
     first, second = description["phases"]
@@ -94,7 +132,146 @@ def test_begun_phases_are_fixed_and_later_ones_may_change(
         checkpoint.check(checkpoint.find(output), later)
 
 
-def test_weights_of_another_step_than_described(saved: tuple[Path, FakeEngine, dict[str, Any]]) -> None:
+def test_weights_of_another_step_than_described(saved: Saved) -> None:
     output, engine, _ = saved
     with pytest.raises(InputError, match="incomplete or mixed"):
         checkpoint.load(engine, checkpoint.find(output / "checkpoints" / "step-000003"))
+
+
+def test_a_checkpoint_has_its_name_when_all_of_it_is_there(saved: Saved, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoints = saved[0] / "checkpoints"
+
+    def state() -> tuple[list[str], str]:
+        return names(saved), (checkpoints / "latest").read_text(encoding="utf-8")
+
+    seen = []
+    monkeypatch.setattr(checkpoint, "write_manifest", lambda *to: (seen.append(state()), write_manifest(*to)))
+    save(saved, 6)
+    assert seen == [(["step-000003", "step-000005", "step-000006.partial"], "step-000005")]
+    assert state() == (["step-000003", "step-000005", "step-000006"], "step-000006")
+    files = json.loads((checkpoints / "step-000006" / "manifest.json").read_text(encoding="utf-8"))["files"]
+    assert set(files) == {"model_states.pt", "optim_states.pt", "pretraining.json"}
+
+
+def damage_cut(path: Path) -> str:
+    size = path.stat().st_size
+    os.truncate(path, size - 10)
+    return f"has {size - 10} bytes, not {size}"
+
+
+def damage_flip(path: Path) -> str:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+    return r"has sha256 [0-9a-f]{64}, not [0-9a-f]{64}"
+
+
+def damage_lose(path: Path) -> str:
+    path.unlink()
+    return r"cannot be read \(No such file or directory\)"
+
+
+@pytest.mark.parametrize("damage", [damage_cut, damage_flip, damage_lose])
+@pytest.mark.parametrize("name", ["optim_states.pt", "pretraining.json"])
+def test_a_damaged_file_is_named_with_the_way_out(saved: Saved, damage: Callable[[Path], str], name: str) -> None:
+    output = saved[0]
+    found = damage(output / "checkpoints" / "step-000005" / name)
+    whole = output / "checkpoints" / "step-000003"
+    with pytest.raises(
+        InputError,
+        match=rf"step-000005 is damaged: {name} {found}\. Nothing was loaded; .* from there with --resume {whole}",
+    ):
+        checkpoint.verify(checkpoint.find(output), RANKS)
+    checkpoint.verify(checkpoint.find(whole), RANKS)
+    damage(whole / name)
+    with pytest.raises(InputError, match="there is no whole one before it: start anew"):
+        checkpoint.verify(checkpoint.find(output), RANKS)
+
+
+def test_every_share_of_the_files_is_looked_at(saved: Saved) -> None:
+    folder = saved[0] / "checkpoints" / "step-000005"
+    damage_flip(folder / "optim_states.pt")
+    faults = [first_fault(folder, share, 2) for share in range(2)]
+    assert len([fault for fault in faults if fault]) == 1
+
+
+def test_a_damaged_or_absent_manifest_and_an_absent_folder(saved: Saved) -> None:
+    output = saved[0]
+    manifest = output / "checkpoints" / "step-000005" / "manifest.json"
+    damage_cut(manifest)
+    with pytest.raises(InputError, match=r"manifest\.json is damaged"):
+        checkpoint.find(output)
+    manifest.unlink()
+    with pytest.raises(InputError, match=r"manifest\.json is not there, so it was never completed.*step-000003"):
+        checkpoint.find(output)
+    shutil.rmtree(manifest.parent)
+    with pytest.raises(InputError, match=r"step-000005 is damaged: its folder is not there.*step-000003"):
+        checkpoint.find(output)
+
+
+def test_without_latest_a_complete_checkpoint_is_pointed_at(saved: Saved) -> None:
+    (saved[0] / "checkpoints" / "latest").unlink()
+    with pytest.raises(InputError, match=r"such as .*step-000005$"):
+        checkpoint.find(saved[0])
+
+
+def test_the_newest_stay_and_later_ones_of_an_earlier_run(saved: Saved) -> None:
+    save(saved, 4, keep=2)  # gone back to 3, and on
+    assert names(saved) == ["step-000003", "step-000004", "step-000005"]
+    save(saved, 5, keep=1)  # in place of that of the earlier run
+    assert names(saved) == ["step-000005"]
+    save(saved, 6, keep=1)
+    assert names(saved) == ["step-000006"]
+    checkpoint.verify(checkpoint.find(saved[0]), RANKS)
+
+
+def test_nothing_is_deleted_before_the_new_one_is_complete(saved: Saved, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*arguments: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(checkpoint, "write_manifest", full)
+    with pytest.raises(
+        TrainingFailed,
+        match=r"step-000006 could not be written to .*: \[Errno 28\] No space left on device\. \S+ GB are free there, "
+        r"and step-000005 takes \S+ GB; free as much .* and go on with --resume",
+    ):
+        save(saved, 6, keep=1)
+    assert names(saved) == ["step-000003", "step-000005"]
+    checkpoint.verify(checkpoint.find(saved[0]), RANKS)
+
+
+def test_a_disk_that_is_full_at_the_first_checkpoint(saved: Saved, tmp_path: Path) -> None:
+    _, engine, description = saved
+
+    def full(state: Any, path: str) -> None:
+        raise OSError(errno.EDQUOT, "Disk quota exceeded")
+
+    engine.checkpoint_engine.save = full
+    with pytest.raises(TrainingFailed, match=r"rank 0: .*model_states\.pt: Disk quota exceeded.* and start again"):
+        checkpoint.save(engine, RANKS, tmp_path / "new", 3, description, 2)
+
+
+def test_what_a_kill_has_left_is_cleared_away(saved: Saved) -> None:
+    checkpoints = saved[0] / "checkpoints"
+    (checkpoints / "step-000006.partial").mkdir()  # while it was written
+    (checkpoints / "step-000006.partial" / "model_states.pt").write_bytes(b"half")
+    (checkpoints / "step-000003").rename(checkpoints / "step-000003.partial")  # complete, but for its name
+    (checkpoints / "step-000001").mkdir()
+    checkpoint.tidy(saved[0])
+    assert names(saved) == ["step-000001", "step-000003", "step-000005"]
+    # One that is being replaced has lost its manifest, and the new one is complete.
+    shutil.copytree(checkpoints / "step-000005", checkpoints / "step-000005.partial")
+    (checkpoints / "step-000005" / "manifest.json").unlink()
+    checkpoint.tidy(saved[0])
+    assert names(saved) == ["step-000001", "step-000003", "step-000005"]
+    checkpoint.verify(checkpoint.find(saved[0]), RANKS)
+
+
+def test_writers_in_the_background_are_refused(saved: Saved) -> None:
+    class Decoupled(TorchCheckpointEngine):
+        def is_decoupled(self) -> bool:
+            return True
+
+    saved[1].checkpoint_engine = Decoupled()
+    with pytest.raises(ValueError, match=r"in the background by Decoupled, .* remove \"decoupled\""):
+        save(saved, 6)

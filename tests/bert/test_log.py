@@ -14,6 +14,8 @@ from ds_vrgd.bert.log import RunLog, gsnr_record, plot, read_log
 
 
 class Monitor:
+    csv_monitor = None
+
     def __init__(self) -> None:
         self.events: list[tuple[str, float, int]] = []
 

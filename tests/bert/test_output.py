@@ -39,6 +39,13 @@ def test_an_unfinished_run_needs_resume(run: RunFile, tmp_path: Path) -> None:
         assert check_output(run, tmp_path, tmp_path / inside) is None
 
 
+def test_a_run_that_ended_before_its_first_checkpoint(run: RunFile, tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    (tmp_path / "log.jsonl").touch()
+    with pytest.raises(InputError, match=r"ended before its first checkpoint; remove log\.jsonl from it and"):
+        check_output(run, tmp_path, None)
+
+
 def test_anything_else_is_named(run: RunFile, tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").touch()
     with pytest.raises(InputError, match=r"is not empty \(thesis\.tex\); remove it or give another --output"):

@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import math
-import os
 import re
-import socket
-import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,48 +13,13 @@ import torch
 import yaml
 from transformers import AutoTokenizer, BertForPreTraining
 
+from ds_vrgd.bert.errors import TrainingFailed
 from ds_vrgd.bert.log import read_log
-from ds_vrgd.bert.pretrain import Training, TrainingFailed
+from ds_vrgd.bert.pretrain import Training
 from tests.bert.cases import run_settings
+from tests.bert.launching import ROOT, Launch, launch
 
-ROOT = Path(__file__).parents[2]
 LAST_LINE = re.compile(r"^held-out mlm loss (\d+\.\d+) \(unigram entropy (\d+\.\d+)\)$")
-
-
-@dataclass(frozen=True)
-class Launch:
-    status: int
-    stdout: str
-    stderr: str
-
-
-def launch(ranks: int, *arguments: str) -> Launch:
-    """Run the script as DeepSpeed's launcher does, one process a rank; rank 0's output."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    common = {
-        **os.environ,
-        "DS_ACCELERATOR": "cpu",
-        "LOCAL_SIZE": str(ranks),
-        "WORLD_SIZE": str(ranks),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "PYTHONPATH": str(ROOT),
-    }
-    processes = [
-        subprocess.Popen(
-            [sys.executable, str(ROOT / "scripts" / "pretrain_bert.py"), f"--local_rank={rank}", *arguments],
-            env={**common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(ranks)
-    ]
-    outputs = [process.communicate(timeout=120) for process in processes]
-    assert len({process.returncode for process in processes}) == 1, outputs
-    return Launch(processes[0].returncode, *outputs[0])
 
 
 @dataclass(frozen=True)
@@ -162,7 +123,7 @@ def test_errors_are_one_message_before_training(runs: Runs, tmp_path: Path) -> N
 
 
 def test_loop_sentinels(tmp_path: Path) -> None:
-    training = Training(*[None] * 3, tmp_path, *[None] * 2)  # type: ignore[arg-type]
+    training = Training(*[None] * 5, tmp_path, *[None] * 2)  # type: ignore[arg-type]
     training.check((2.0, 0.7), step=1, skipped=3)
     for losses in ((math.nan, 0.7), (2.0, math.inf)):
         with pytest.raises(TrainingFailed, match=r"update 7: the loss is (nan|inf); lower lr .* --resume"):

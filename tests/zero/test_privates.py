@@ -26,6 +26,7 @@ METHODS = {
     "_configure_optimizer": (["self", "client_optimizer", "model_parameters"], "register"),
     "_backward_prologue": (["self"], "attach"),
     "_backward_epilogue": (["self"], "attach"),
+    "_copy_recovery_script": (["self", "save_path"], "saving"),
     "_take_model_step": (["self", "lr_kwargs"], "attach"),
     "step": (["self", "lr_kwargs"], "attach"),
     "zero_reduce_bucket_size": (["self"], "observer"),
@@ -46,6 +47,7 @@ METHODS = {
 ENGINE = {
     "attach": ["basic_optimizer", "optimizer", "global_rank"],
     "observer": ["device", "seq_data_parallel_group"],
+    "saving": ["checkpoint_engine"],
     "wrappers": ["param_names"],
     "ranks": ["client_optimizer", "mpu"],
     "refusals": [

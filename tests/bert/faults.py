@@ -1,0 +1,96 @@
+"""A run in which one rank meets a fault at a known place: patches of ``ds_vrgd.bert``, and the script with them.
+
+    python tests/bert/faults.py RANK FAULT N <arguments of scripts/pretrain_bert.py>
+
+``kill`` is SIGKILL: nothing can be cleaned up, as in a crash of the machine.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+from deepspeed.runtime.checkpoint_engine import TorchCheckpointEngine
+
+from ds_vrgd.bert import checkpoint
+from ds_vrgd.bert.main import main
+from ds_vrgd.bert.pretrain import Training
+from ds_vrgd.bert.store import SplitWriter
+
+
+def _before(owner: Any, name: str, number: int, strike: Callable[..., None]) -> AbstractContextManager[Any]:
+    """Call ``strike`` before the ``number``-th call of a method, with its arguments."""
+    original, calls = getattr(owner, name), []
+
+    def method(*arguments: Any, **keywords: Any) -> Any:
+        calls.append(None)
+        if len(calls) == number:
+            strike(*arguments, **keywords)
+        return original(*arguments, **keywords)
+
+    return patch.object(owner, name, method)
+
+
+def _kill(*arguments: Any, **keywords: Any) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def kill_in_preparation(document: int) -> AbstractContextManager[Any]:
+    """While the corpus is being tokenised."""
+    return _before(SplitWriter, "add", document, _kill)
+
+
+def kill_in_update(number: int) -> AbstractContextManager[Any]:
+    """At the second backward pass of the run's ``number``-th update; the others wait for this rank's gradients."""
+
+    def strike(training: Training, *arguments: Any) -> None:
+        _before(training.engine, "backward", 2, _kill).__enter__()
+
+    return _before(Training, "update", number, strike)
+
+
+def kill_in_checkpoint(number: int) -> AbstractContextManager[Any]:
+    """Half-way through this rank's ``number``-th file."""
+
+    def strike(engine: Any, state: Any, path: str) -> None:
+        whole(engine, state, path)
+        os.truncate(path, os.path.getsize(path) // 2)
+        _kill()
+
+    whole = TorchCheckpointEngine.save
+    return _before(TorchCheckpointEngine, "save", number, strike)
+
+
+def sigterm_in_update(number: int) -> AbstractContextManager[Any]:
+    """SIGTERM, in the run's ``number``-th update."""
+    return _before(Training, "update", number, lambda *arguments: os.kill(os.getpid(), signal.SIGTERM))
+
+
+def full_disk_in_checkpoint(step: int) -> AbstractContextManager[Any]:
+    """The kernel lets no file of the checkpoint after update ``step`` grow beyond 4 kB (errno EFBIG, not ENOSPC)."""
+    original = checkpoint.save_checkpoint
+
+    def starved(engine: Any, folder: Path, tag: str, state: Any) -> Any:
+        soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4096 if tag == f"step-{step:06d}.partial" else soft, hard))
+        try:
+            return original(engine, folder, tag, state)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+    return patch.object(checkpoint, "save_checkpoint", starved)
+
+
+if __name__ == "__main__":
+    rank, fault, number, *arguments = sys.argv[1:]
+    if os.environ["RANK"] != rank:
+        sys.exit(main(arguments))
+    with globals()[fault](int(number)):
+        sys.exit(main(arguments))
