@@ -40,6 +40,8 @@ METHODS = {
     "bf16_master_weights_and_gradients": (["self"], "refusals"),
     "fp16_master_weights_and_gradients": (["self"], "refusals"),
     "autotp_size": (["self"], "refusals"),
+    "zero_elastic_checkpoint": (["self"], "refusals"),
+    "load_universal_checkpoint": (["self"], "refusals"),
     "compile": (["self", "backend", "compile_kwargs", "schedule", "compiled_autograd_enabled"], "refusals"),
 }
 

@@ -62,6 +62,14 @@ SETTINGS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
         {"gradient_allreduce_op": "sum", "zero_optimization": {"stage": 2}},
         ("gradient_allreduce_op=sum", "mean"),
     ),
+    "elastic checkpoint": (
+        {"zero_optimization": {"stage": 2, "elastic_checkpoint": True}},
+        ("elastic_checkpoint=true", "Set it to false", "ds-vrgd to-universal"),
+    ),
+    "universal checkpoint at stage 0": (
+        {"checkpoint": {"load_universal": True}},
+        ("checkpoint.load_universal=true", "Set it to false"),
+    ),
 }
 
 

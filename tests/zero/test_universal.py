@@ -16,6 +16,7 @@ from typing import Any
 import deepspeed
 import pytest
 import torch
+from torch.serialization import get_unsafe_globals_in_checkpoint
 
 from ds_vrgd.cli.main import main
 from ds_vrgd.doctor.weights import whole_weights
@@ -213,6 +214,23 @@ def test_what_is_missing_or_wrong_at_loading_is_named_on_every_rank(carried: Car
     for name, (message, answers) in carried.said.items():
         for answer in answers:
             assert re.search(message, answer), f"{name}: {answer}"
+
+
+#: What DeepSpeed pickles beside tensors and plain values: its loss scale, stage and slices.
+OF_DEEPSPEED = {
+    "deepspeed.runtime.fp16.loss_scaler.LossScaler",
+    "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler",
+    "deepspeed.runtime.zero.config.ZeroStageEnum",
+    "deepspeed.utils.tensor_fragment.fragment_address",
+}
+
+
+def test_nothing_of_ours_needs_more_than_weights_only(carried: Carried) -> None:
+    files = [*carried.folder.glob("saved/**/*.pt"), *carried.folder.glob("universal/**/*.pt")]
+    assert len(files) > 300
+    for path in files:
+        allowed = OF_DEEPSPEED if path.name.endswith(("_optim_states.pt", "optimizer_state.pt")) else set()
+        assert set(get_unsafe_globals_in_checkpoint(path)) <= allowed, path
 
 
 @pytest.mark.slow
