@@ -1,7 +1,8 @@
-"""Chunk gradients from a plain copy of the model: no engine, no hook, no rank."""
+"""Chunk gradients: of a plain copy of the model (no engine, no hook, no rank), and those that the engine computed."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -52,3 +53,51 @@ def chunk_gradients(
 def norm_of(tensors: Sequence[Tensor]) -> float:
     """2-norm of all of them together."""
     return float(torch.cat([tensor.flatten() for tensor in tensors]).norm())
+
+
+class SeenGradients:
+    """The engine's own chunk gradients on this rank, each as autograd hands it out: before any reduction.
+
+    Args:
+        module: the engine's model.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._open: dict[str, Tensor] = {}
+        self._chunks: list[dict[str, Tensor]] = []
+        for name, param in module.named_parameters():
+            if param.requires_grad:
+                param.register_hook(lambda grad, name=name: self._see(name, grad))
+
+    def _see(self, name: str, grad: Tensor) -> None:
+        seen = grad.detach().cpu().double()  # a copy; a parameter in reentrant checkpoints is seen in pieces
+        self._open[name] = self._open[name] + seen if name in self._open else seen
+
+    def end_chunk(self, scale: float) -> None:
+        """A backward pass is over, whose loss was multiplied by ``scale``."""
+        self._chunks.append({name: grad / scale for name, grad in self._open.items()})
+        self._open = {}
+
+    def collect(self) -> list[dict[str, Tensor]]:
+        """All ranks' chunks by micro-batch on rank 0, nothing elsewhere; a collective. Begins anew."""
+        world, rank = torch.distributed.get_world_size(), torch.distributed.get_rank()
+        mine, self._chunks = self._chunks, []
+        everyone: list[Any] | None = [None] * world if rank == 0 else None
+        torch.distributed.gather_object(mine, everyone, dst=0)
+        return [chunk for chunks in zip(*everyone, strict=True) for chunk in chunks] if everyone else []
+
+
+def difference(chunks: Sequence[Mapping[str, Tensor]], others: Sequence[Mapping[str, Tensor]]) -> float:
+    """Largest |g - h| / |h| of two gradients of the same chunk, over the whole model.
+
+    Infinite where one lacks a layer, or is not finite.
+    """
+    largest = 0.0
+    for chunk, other in zip(chunks, others, strict=True):
+        if set(chunk) != set(other):
+            return math.inf
+        size = norm_of(list(other.values()))
+        apart = norm_of([chunk[name] - grad for name, grad in other.items()])
+        ratio = apart / size if size > 0 else apart
+        largest = max(largest, math.inf if math.isnan(ratio) else ratio)
+    return largest

@@ -5,18 +5,20 @@ from __future__ import annotations
 import faulthandler
 import os
 import pickle
+import signal
 import sys
 import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
-from typing import Any, TextIO, TypeVar
+from typing import Any, NoReturn, TextIO, TypeVar
 
 import deepspeed
 import torch
 from deepspeed.accelerator import get_accelerator
-from torch.multiprocessing.spawn import ProcessException, ProcessExitedException, start_processes
+from torch.multiprocessing.spawn import ProcessException, start_processes
 
 from ds_vrgd.zero import compute_fp16_on_cpu, leave_out_shared_memory_op
 
@@ -65,12 +67,13 @@ def run_on_ranks(world: int, function: Callable[..., T], *arguments: Any, timeou
             _rank, (world, folder, timeout_s, function, arguments), world, join=False, start_method="spawn"
         )
         try:
-            while not context.join(timeout=max(0.0, end - time.monotonic())):
-                if time.monotonic() >= end:
-                    late = [index for index, process in enumerate(context.processes) if process.is_alive()]
-                    raise RankFailed(f"after {timeout_s:.0f} s rank {', '.join(map(str, late))} was not done")
+            while not context.join(timeout=1.0):
+                if time.monotonic() >= end or _places(folder):
+                    time.sleep(1.0)  # the others are about to tell, too
+                    raise RankFailed(f"the ranks were not done after {timeout_s:.0f} s{_places(folder)}")
         except ProcessException as error:
-            raise RankFailed(_first_failure(folder, error, timeout_s)) from None
+            codes = [process.exitcode for process in context.processes]
+            raise RankFailed(_first_failure(folder, error, codes)) from None
         finally:
             for process in context.processes:
                 process.kill()
@@ -78,16 +81,20 @@ def run_on_ranks(world: int, function: Callable[..., T], *arguments: Any, timeou
         return result
 
 
-def _first_failure(folder: Path, error: ProcessException, timeout_s: float) -> str:
-    """What began it: other ranks fail in turn when one has gone."""
-    told = sorted(pickle.loads(path.read_bytes()) for path in folder.glob("error*"))
-    killed = isinstance(error, ProcessExitedException) and error.signal_name
-    if told and not killed:
-        return f"rank {told[0][1]} failed:\n{told[0][2]}"
+def _places(folder: Path) -> str:
+    """Where the ranks were whose time was up; empty if nobody's was."""
     hung = {path.name: text for path in sorted(folder.glob("hung*")) if (text := path.read_text(encoding="utf-8"))}
-    if hung and not killed:
-        places = "\n".join(f"{name.replace('hung', 'rank ')}:\n{text}" for name, text in hung.items())
-        return f"the ranks were not done after {timeout_s:.0f} s; where they were:\n{places}"
+    return "".join(f"\n{name.replace('hung', 'rank ')} was here:\n{text}" for name, text in hung.items())
+
+
+def _first_failure(folder: Path, error: ProcessException, codes: list[int | None]) -> str:
+    """What began it: other ranks fail in turn when one has gone, and those that do not are sent SIGTERM."""
+    for rank, code in enumerate(codes):
+        if code is not None and code < 0 and code != -signal.SIGTERM:
+            return f"rank {rank} was ended by {signal.Signals(-code).name}"
+    told = sorted(pickle.loads(path.read_bytes()) for path in folder.glob("error*"))
+    if told:
+        return f"rank {told[0][1]} failed:\n{told[0][2]}"
     return f"rank {error.error_index} {str(error).partition(f'process {error.error_index} ')[2]}"
 
 
@@ -108,11 +115,21 @@ def _rank(
         result = function(*arguments)
         if rank == 0:
             (folder / "result").write_bytes(pickle.dumps(result))
+        # Nobody leaves while another may still be reading from it; a barrier would have to be left, too.
+        (folder / f"done{rank}").touch()
+        while len(list(folder.glob("done*"))) < world:
+            time.sleep(0.02)
     except BaseException:
         (folder / f"error{rank}").write_bytes(pickle.dumps((time.monotonic(), rank, traceback.format_exc())))
-        os._exit(1)  # destroying the process group would wait for ranks that are elsewhere
-    torch.distributed.barrier()
-    _leave()
+        _end(1)
+    _end(0)
+
+
+def _end(status: int) -> NoReturn:
+    """End this process at once: destroying the process group would wait for ranks that are elsewhere, or are gone."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
 
 
 def run_as_rank(function: Callable[..., T], *arguments: Any) -> T:
@@ -123,24 +140,27 @@ def run_as_rank(function: Callable[..., T], *arguments: Any) -> T:
     try:
         _join(TIMEOUT_S)
         result = function(*arguments)
-        _leave()
+        with suppress(RuntimeError):  # another rank may have left first
+            torch.distributed.barrier()
+            torch.distributed.destroy_process_group()  # an exit with live process groups can lose the exit status
+        faulthandler.cancel_dump_traceback_later()
     except BaseException:
         traceback.print_exc()
-        os._exit(1)
+        _end(1)
     return result
 
 
 def _join(timeout_s: float, hung: TextIO | None = None, **rendezvous: Any) -> None:
     """Make this process one of the ranks.
 
-    After ``timeout_s`` seconds it ends, and writes where it was.
+    After ``timeout_s`` seconds it writes where it is, and ends if nobody else ends it.
 
     Args:
         timeout_s: for all that follows.
-        hung: an open file for where it was; None for standard error.
+        hung: an open file for where it is, which whoever started the ranks watches; None for standard error.
         rendezvous: for ``deepspeed.init_distributed``; nothing where a launcher has set the environment.
     """
-    faulthandler.dump_traceback_later(timeout_s, exit=True, file=hung or sys.stderr)
+    faulthandler.dump_traceback_later(timeout_s, exit=hung is None, file=hung or sys.stderr)
     deepspeed.utils.logger.setLevel("ERROR")
     accelerator = get_accelerator()
     if accelerator.device_name() == "cpu":
@@ -155,9 +175,3 @@ def _join(timeout_s: float, hung: TextIO | None = None, **rendezvous: Any) -> No
         accelerator.set_device(int(os.environ.get("LOCAL_RANK", "0")))
         backend = accelerator.communication_backend_name()
     deepspeed.init_distributed(backend, auto_mpi_discovery=False, verbose=False, **rendezvous)
-
-
-def _leave() -> None:
-    """Stop being a rank: an exit with live process groups can lose the exit status."""
-    faulthandler.cancel_dump_traceback_later()
-    torch.distributed.destroy_process_group()

@@ -24,6 +24,7 @@ def rows_of(found: Findings) -> list[Row]:
         ("gradient clipping", str(found.clip) if found.clip else "off"),
         ("layers", _layers(found)),
         ("steps", _steps(found)),
+        ("chunk gradients", _chunks(found)),
         ("error", _error(found)),
         ("optimizer state", f"{_state(found)} bytes an element of the shard"),
     ]
@@ -52,6 +53,12 @@ def _steps(found: Findings) -> str:
     if found.raised:
         text += f"; {found.raised} more with a raised learning rate, for the weights had not moved visibly"
     return f"{text}; the weights moved by {found.moved:.1e} of their norm"
+
+
+def _chunks(found: Findings) -> str:
+    if found.apart == 0:
+        return "bit for bit those of a plain model"
+    return f"within {found.apart:.1e} of those of a plain model, by norm; at most {found.rounding:.0e}"
 
 
 def _error(found: Findings) -> str:

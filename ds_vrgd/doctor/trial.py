@@ -10,8 +10,8 @@ import deepspeed
 import torch
 from torch import Tensor, nn
 
-from ds_vrgd.doctor.chunks import chunk_gradients, loss_of, norm_of
-from ds_vrgd.doctor.findings import VISIBLE, Findings
+from ds_vrgd.doctor.chunks import SeenGradients, chunk_gradients, difference, loss_of, norm_of
+from ds_vrgd.doctor.findings import ROUNDING, VISIBLE, Findings
 from ds_vrgd.doctor.model import load_model, on_device
 from ds_vrgd.doctor.reference import DEFAULTS, DenseOptimizer
 from ds_vrgd.doctor.settings import Settings
@@ -54,12 +54,6 @@ class Trial:
         self.accumulation: int = config["gradient_accumulation_steps"]
         self.autocast = _autocast_dtype(config)
         stage = int(config.get("zero_optimization", {}).get("stage", 0))
-        if self.autocast and stage == 3 and self.world > 1:
-            raise ValueError(
-                "torch_autocast.enabled=true with zero_optimization.stage=3 cannot be checked on several ranks: "
-                "DeepSpeed gathers weights in half precision there, and no plain copy of the model computes the "
-                "same gradients. Check it with --world 1, or with stage 2"
-            )
         model, self.batches = load_model(named, config["train_micro_batch_size_per_gpu"])
         if any(hasattr(param, "ds_id") for param in model.parameters()):
             raise ValueError(f"--model {named}: build it without zero.Init; the doctor needs a plain copy beside it")
@@ -72,6 +66,7 @@ class Trial:
         self.plain.to(self.engine.device, self.dtype)
         self.start = {n: w.detach().cpu().double() for n, w in self.plain.named_parameters() if w.requires_grad}
         self.reference = self._reference()
+        self.seen = SeenGradients(self.engine.module)
         half = self.dtype != torch.float32
         self.handed = HandedMean(self.engine.basic_optimizer) if half and self.observer.mode == "off" else None
         self.findings = self._describe(stage)
@@ -121,6 +116,7 @@ class Trial:
             else None,
             clip=self.clip,
             coarse=self._coarse(),
+            rounding=ROUNDING[str(self.autocast or self.dtype).removeprefix("torch.")],
         )
 
     def _coarse(self) -> str | None:
@@ -142,24 +138,27 @@ class Trial:
         with whole_weights(engine) as weights:
             self.plain.load_state_dict(weights, strict=False)
         scale = float(getattr(engine.optimizer, "loss_scale", 1.0)) if self.dtype == torch.float16 else 1.0
-        chunks = self._chunks(micro_batches, scale / self.accumulation, seed) if self.rank == 0 else []
+        plain = self._plain_chunks(micro_batches, scale / self.accumulation, seed) if self.rank == 0 else []
         before = engine.skipped_steps
         for index in range(self.accumulation):
             chunk = index * self.world + self.rank
             torch.manual_seed(seed + chunk)
             engine.backward(loss_of(engine, micro_batches[chunk]))
+            self.seen.end_chunk(scale / self.accumulation)
             if index == self.accumulation - 1:
                 self._follow_rates(rates)
                 self._measure(0)
             engine.step()
+        chunks = self.seen.collect()
         skipped = bool(engine.skipped_steps > before)
         mean = None if self.handed is None else self.handed.collect()
         if not skipped:
             self._measure(1)
+            self.findings.apart = max(self.findings.apart, difference(chunks, plain))
             self._step_reference(chunks, mean)
         return skipped
 
-    def _chunks(self, micro_batches: list[Any], scale: float, seed: int) -> list[dict[str, Tensor]]:
+    def _plain_chunks(self, micro_batches: list[Any], scale: float, seed: int) -> list[dict[str, Tensor]]:
         device = self.engine.device.type
         with torch.autocast(device, self.autocast or torch.bfloat16, enabled=self.autocast is not None):
             chunks = chunk_gradients(self.plain, micro_batches, scale, seed)

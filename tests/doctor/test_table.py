@@ -14,7 +14,7 @@ from ds_vrgd.doctor.table import render, rows_of
 EXACT = Findings(
     stage=2, dtype="float32", wrapper="DeepSpeedZeroOptimizer", mode="fused",
     why='reduction="auto"', ranks=2, micro_batches=4, clip=1.0, layers=9, reduced=9, trusted=4, steps=3,
-    error=5e-8, moved=0.01, worst=("tokens.weight", 4e-8), repeats=True, follows=True,
+    error=5e-8, moved=0.01, worst=("tokens.weight", 4e-8), rounding=1e-4, repeats=True, follows=True,
     state={"exp_avg": 4.0, "exp_avg_gsnr": 2.0},
     moments=(8.0, 0.0), buffers=12345, sent=(6789, 0),
 )  # fmt: skip
@@ -31,6 +31,8 @@ def test_exact_run_says_so() -> None:
     assert row(EXACT, "error").startswith("5.0e-08 of the weights' norm, at most 8.0e-07; most of it in tokens.weight")
     assert row(EXACT, "optimizer state") == "exp_avg 4.0 + exp_avg_gsnr 2.0 = 6.0 bytes an element of the shard"
     assert row(EXACT, "sent for moments") == "6,789 bytes a rank in a micro-batch, in place of DeepSpeed's reduction"
+    assert row(EXACT, "chunk gradients") == "bit for bit those of a plain model"
+    assert row(replace(EXACT, apart=2e-5), "chunk gradients").startswith("within 2.0e-05 of those of a plain model")
     assert row(EXACT, "warning") == ""
 
 
@@ -42,7 +44,9 @@ def test_exact_run_says_so() -> None:
         ({"moved": 9e-4}, "too little to tell"),
         ({"moved": math.nan}, "too little to tell"),
         ({"follows": False}, "the model's weights are not the optimizer's, rounded"),
-        ({"error": 1e-3, "repeats": False}, "other gradients for the same batch"),
+        ({"apart": 1.1e-4}, "they are 1.1e-04 apart"),
+        ({"apart": math.inf}, "they are inf apart"),
+        ({"apart": 1.1e-4, "repeats": False}, "the same gradient twice for the same batch and seed"),
         ({"coarse": "rounded", "error": 5.1e-5}, "the error 5.1e-05 is above 5.0e-05"),
     ],
 )
