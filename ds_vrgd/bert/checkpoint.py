@@ -20,21 +20,30 @@ from ds_vrgd.bert.files import Fingerprint, fingerprint, sync_folder, write_text
 from ds_vrgd.bert.launch import Ranks
 from ds_vrgd.bert.manifest import first_fault, has_manifest, remove_manifest, saved_bytes, write_manifest
 from ds_vrgd.bert.runfile import RunFile
-from ds_vrgd.zero import save_checkpoint
+from ds_vrgd.zero import CheckpointError, save_checkpoint
+from ds_vrgd.zero.register import NAMES
 
 _DESCRIPTION = "pretraining.json"
 _CHECKPOINTS = "checkpoints"
 _LATEST = "latest"
 _PARTIAL = ".partial"
+#: Within the output; there only while a run starts that goes on with another number of ranks.
+CONVERTED = f"{_CHECKPOINTS}/universal"
 
 
 @dataclass(frozen=True)
 class Resumption:
-    """A checkpoint that fits the run: DeepSpeed's folder and tag, and the update to go on with."""
+    """A checkpoint: DeepSpeed's folder and tag, the update to go on with, and how many ranks saved it."""
 
     folder: Path
     tag: str
     step: int
+    saved_ranks: int
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether the ranks saved a share each. Without ZeRO rank 0 saved everything."""
+        return any((self.folder / self.tag).glob("*_optim_states.pt"))
 
 
 def describe(
@@ -84,6 +93,7 @@ def tidy(output: Path) -> None:
             partial.rename(final)  # complete, killed before it had its name
         else:
             shutil.rmtree(partial)
+    shutil.rmtree(output / CONVERTED, ignore_errors=True)
 
 
 def find(path: Path) -> Resumption:
@@ -108,7 +118,8 @@ def find(path: Path) -> Resumption:
     fault = first_fault(folder / tag, only=_DESCRIPTION)
     if fault is not None:
         _refuse_damaged(folder / tag, fault)
-    return Resumption(folder, tag, _read(folder / tag / _DESCRIPTION)["step"])
+    state = _read(folder / tag / _DESCRIPTION)
+    return Resumption(folder, tag, state["step"], state["ranks"])
 
 
 def verify(resumption: Resumption, ranks: Ranks) -> None:
@@ -128,10 +139,12 @@ def verify(resumption: Resumption, ranks: Ranks) -> None:
 def check(resumption: Resumption, description: dict[str, Any]) -> None:
     """Check that the checkpoint continues this run.
 
-    The phases that have begun must be as they were; later ones may change.
+    The phases that have begun must be as they were; later ones may change. The ranks may be fewer or more where the
+    state can be carried over, see ``ds_vrgd.bert.resharding``.
 
     Raises:
-        InputError: model, vocabulary, data, seed, begun phases, ranks, ZeRO stage or optimizer differ.
+        InputError: model, vocabulary, data, seed, begun phases, ZeRO stage or optimizer differ, or the ranks of a
+            checkpoint that only as many can load.
     """
     saved = _read(resumption.folder / resumption.tag / _DESCRIPTION)
     begun, first = 0, 0
@@ -144,6 +157,8 @@ def check(resumption: Resumption, description: dict[str, Any]) -> None:
         was = saved[key]
         if key == "phases":
             was, wanted = was[:begun], wanted[:begun]
+        elif key == "ranks" and _any_ranks(resumption, saved):
+            continue
         if was != wanted:
             raise InputError(
                 f"--resume {resumption.folder / resumption.tag} was saved with {_difference(key, was, wanted)}; use "
@@ -157,7 +172,10 @@ def load(engine: Any, resumption: Resumption) -> None:
     Raises:
         InputError: DeepSpeed finds no such checkpoint, or another one than its description says.
     """
-    loaded, client_state = engine.load_checkpoint(str(resumption.folder), tag=resumption.tag)
+    try:
+        loaded, client_state = engine.load_checkpoint(str(resumption.folder), tag=resumption.tag)
+    except CheckpointError as error:  # of a converted one, on all ranks
+        raise InputError(f"--resume: {error}") from error
     if loaded is None or client_state["pretraining"]["step"] != resumption.step:
         raise InputError(
             f"--resume {resumption.folder / resumption.tag} is incomplete or mixed from two checkpoints; give another "
@@ -266,6 +284,14 @@ def _steps(folder: Path) -> list[int]:
     """Updates after which there is a complete checkpoint in ``folder``, ascending."""
     numbers = (path.name.removeprefix("step-") for path in folder.glob("step-*") if has_manifest(path))
     return sorted(int(number) for number in numbers if number.isdigit())
+
+
+def _any_ranks(resumption: Resumption, saved: dict[str, Any]) -> bool:
+    """Whether any number of ranks can go on: one of our optimizers, and ZeRO's shards or none at all.
+
+    (Without ZeRO DeepSpeed's BF16_Optimizer has shards as well, and loads them at no other number.)
+    """
+    return saved["optimizer"] in NAMES and (saved["zero_stage"] > 0 or not resumption.is_sharded)
 
 
 def _difference(key: str, was: Any, wanted: Any) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 from collections.abc import Iterator, Sequence
@@ -25,6 +26,7 @@ from ds_vrgd.bert.model import PretrainingModel, bert_config, parameter_groups
 from ds_vrgd.bert.output import check_output, finish, save_model
 from ds_vrgd.bert.preemption import StopRequest
 from ds_vrgd.bert.prepare import PreparedData, open_prepared, prepare
+from ds_vrgd.bert.resharding import fitting
 from ds_vrgd.bert.runfile import RunFile
 from ds_vrgd.bert.stream import MicroBatches, RankOrder, evaluation_batches, training_batches
 from ds_vrgd.schedules import phase_of_step
@@ -206,9 +208,10 @@ def pretrain(run: RunFile, deepspeed_config: dict[str, Any], output: Path, resum
 
     torch.manual_seed(_seed(run.seed))
     model = PretrainingModel(bert_config(run.model, len(data.tokenizer)))
-    engine, *_ = deepspeed.initialize(model=model, model_parameters=parameter_groups(model), config=config)
-    if resumption:
-        checkpoint.load(engine, resumption)
+    with contextlib.nullcontext() if resumption is None else fitting(resumption, ranks, output, config) as source:
+        engine, *_ = deepspeed.initialize(model=model, model_parameters=parameter_groups(model), config=config)
+        if source:
+            checkpoint.load(engine, source)
     log = RunLog(output, step, engine.monitor) if dist.get_rank() == 0 else None
     evaluation = None
     with StopRequest() as stop:

@@ -102,7 +102,6 @@ def test_the_same_run_fits(saved: Saved, run: RunFile) -> None:
     [
         ("vocabulary_sha256", "def", "vocabulary_sha256=abc, not def"),
         ("data_sha256", "456", "data_sha256=123, not 456"),
-        ("ranks", 4, "ranks=2, not 4"),
         ("zero_stage", 3, "zero_stage=2, not 3"),
         ("optimizer", "LAMB", "optimizer=VRLAMB, not LAMB"),
         ("seed", 9, "seed=3, not 9"),
@@ -112,6 +111,19 @@ def test_other_runs_do_not(saved: Saved, key: str, value: Any, expected: str) ->
     output, _, description = saved
     with pytest.raises(InputError, match=f"was saved with {expected}; use the settings of that run"):
         checkpoint.check(checkpoint.find(output), {**description, key: value})
+
+
+def test_other_ranks_go_on_where_the_state_can_be_carried_over(saved: Saved) -> None:
+    output, _, description = saved
+    resumption, other = checkpoint.find(output), {**description, "ranks": 4}
+    checkpoint.check(resumption, other)
+    folder = resumption.folder / resumption.tag
+    state = json.loads((folder / "pretraining.json").read_text(encoding="utf-8"))
+    for change in ({"optimizer": "Adam"}, {"zero_stage": 0}):  # not ours; BF16_Optimizer's shards
+        (folder / "pretraining.json").write_text(json.dumps(state | change), encoding="utf-8")
+        (folder / "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt").touch()
+        with pytest.raises(InputError, match="was saved with ranks=2, not 4; use the settings of that run"):
+            checkpoint.check(resumption, other | change)
 
 
 def test_only_the_differing_key_of_another_model_is_named(saved: Saved, run: RunFile) -> None:

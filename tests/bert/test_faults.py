@@ -8,14 +8,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
-import torch.distributed
+import torch
 
+from ds_vrgd.bert import checkpoint
 from ds_vrgd.bert.errors import Interrupted, TrainingFailed
 from ds_vrgd.bert.log import read_log
-from ds_vrgd.bert.pretrain import pretrain
+from ds_vrgd.bert.pretrain import Training, pretrain
 from ds_vrgd.bert.runfile import RunFile
+from ds_vrgd.zero import to_universal
 from tests.bert import faults
 from tests.bert.cases import run_settings
 from tests.bert.launching import different, tensors
@@ -30,11 +33,12 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "fp16": {"enabled": True, "initial_scale_power": 19, "loss_scale_window": 2, "hysteresis": 1},
     },
 }
+PLAIN: dict[str, dict[str, Any]] = {"fp32, stage 0": {}}  # nothing is cut
 OPTIMIZER = {"type": "VRLAMB", "params": {"lr": 4e-3, "weight_decay": 0.01, "gamma": 0.1}}
 
 
 def config(name: str) -> dict[str, Any]:
-    return {"optimizer": OPTIMIZER, "gradient_clipping": 1.0, **CONFIGS[name]}
+    return {"optimizer": OPTIMIZER, "gradient_clipping": 1.0, **(CONFIGS | PLAIN)[name]}
 
 
 def attempt(run: RunFile, name: str, output: Path, resume: Path | None = None) -> str:
@@ -62,6 +66,8 @@ def runs_on_a_rank(rank: int, settings: dict[str, Any], folder: Path) -> dict[st
     said["full"].append(" ".join(sorted(path.name for path in (full / "checkpoints").iterdir())))
     torch.distributed.barrier()
     said["full"].append(attempt(every_third, name, full, full))
+    keeping = RunFile.model_validate({**settings, "keep_checkpoints": 9})
+    said["plain"] = [attempt(keeping, name, folder / name / "whole") for name in PLAIN]
     for name in CONFIGS:
         whole, stopped = folder / name / "whole", folder / name / "stopped"
         said[name] = [attempt(every_third, name, whole)]
@@ -75,17 +81,46 @@ def runs_on_a_rank(rank: int, settings: dict[str, Any], folder: Path) -> dict[st
     return said
 
 
+def go_on_alone(rank: int, settings: dict[str, Any], folder: Path) -> dict[str, list[Path]]:
+    """From what two ranks saved after update 3 on one rank: saved again at once, and trained to the end.
+
+    Returns:
+        By config the universal form of what two ranks and of what one rank saved.
+    """
+    run = RunFile.model_validate({**settings, "checkpoint_every": 100})
+
+    def save_at_once(training: Training, *arguments: Any) -> None:
+        checkpoint.save(training.engine, training.ranks, training.output, 3, training.description, 9)
+        raise Interrupted(3, training.output)
+
+    universal = {}
+    for name in [*PLAIN, *CONFIGS]:
+        source = folder / name / ("stopped" if name in CONFIGS else "whole") / "checkpoints"
+        attempt(run, name, folder / name / "alone", source / "step-000003")
+        if name in PLAIN:
+            continue
+        with patch.object(Training, "phase", save_at_once):
+            attempt(run, name, folder / name / "moved", source / "step-000003")
+        universal[name] = [
+            to_universal(each, folder / name / f"universal {number}", "step-000003")
+            for number, each in ((2, source), (1, folder / name / "moved" / "checkpoints"))
+        ]
+    return universal
+
+
 @dataclass(frozen=True)
 class Runs:
     folder: Path
     said: list[dict[str, list[str]]]  # by rank
+    universal: dict[str, list[Path]]
 
 
 @pytest.fixture(scope="module")
 def runs(corpus_folder: Path, data_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Runs:
     folder = tmp_path_factory.mktemp("faults")
     settings = run_settings(corpus_folder, prepared_data=str(data_folder), keep_checkpoints=2)
-    return Runs(folder, run_on_ranks(2, runs_on_a_rank, settings, folder))
+    said = run_on_ranks(2, runs_on_a_rank, settings, folder)
+    return Runs(folder, said, run_on_ranks(1, go_on_alone, settings, folder)[0])
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -122,6 +157,35 @@ def test_the_comparison_sees_moments_gsnr_and_a_loss_scale_that_moved(runs: Runs
     assert skipped == [True, False, False, False, False, False]
     scales = [float(value) for place, value in found.items() if place.endswith("cur_scale")]
     assert scales == [2.0**20, 2.0**20]  # 2**19, halved by the first update and doubled twice
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_another_number_of_ranks_loads_the_same_state(runs: Runs, name: str) -> None:
+    """Masters and every state of every parameter, bitwise."""
+    two, one = (
+        {path.relative_to(folder): torch.load(path, weights_only=False) for path in folder.glob("zero/*/*.pt")}
+        for folder in runs.universal[name]
+    )
+    assert {path.name for path in two} == {"fp32.pt", "exp_avg.pt", "exp_avg_sq.pt", "exp_avg_gsnr.pt", "step.pt"}
+    assert two.keys() == one.keys()
+    for path, saved in two.items():
+        if isinstance(saved, dict):
+            assert torch.equal(saved["param"], one[path]["param"]), path
+        else:
+            assert saved == one[path]
+
+
+@pytest.mark.parametrize("name", [*CONFIGS, *PLAIN])
+def test_another_number_of_ranks_goes_on_with_the_same_losses(runs: Runs, name: str) -> None:
+    """The same chunks, so the same run up to the order of sums."""
+    whole, alone = (
+        [(record["step"], record["loss"]) for record in read_log(runs.folder / name / output) if "loss" in record]
+        for output in ("whole", "alone")
+    )
+    assert [step for step, _ in alone] == [4, 5, 6]
+    tolerance = 1e-5 if "fp32" in name else 2e-3
+    assert [loss for _, loss in alone] == pytest.approx([loss for _, loss in whole[3:]], rel=tolerance)
+    assert not (runs.folder / name / "alone" / "checkpoints" / "universal").exists()
 
 
 @pytest.mark.parametrize("name", CONFIGS)
