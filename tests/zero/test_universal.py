@@ -157,8 +157,8 @@ def expected_states(case: Case) -> set[str]:
     return {"exp_avg", "exp_avg_sq"} | ({"exp_avg_gsnr"} if OPTIMIZERS[case.optimizer].reduces_variance else set())
 
 
-def refusals(world: int, spoiled: dict[str, tuple[Path, str]]) -> dict[str, str]:
-    """What is said about every one of them, by one engine."""
+def refusals(world: int, good: Path, spoiled: dict[str, tuple[Path, str]]) -> dict[str, str]:
+    """What is said about every one of them, by one engine, which then takes the weights alone of a good one."""
     engine = engine_of(Case("VRLAMB", 2, "fp32", 4), world, 0.0, True)
     said = {}
     before = whole_state(engine)
@@ -169,14 +169,21 @@ def refusals(world: int, spoiled: dict[str, tuple[Path, str]]) -> dict[str, str]
         except ValueError as error:
             said[name] = str(error)
     assert differences(before, whole_state(engine)) == []
+    engine.load_checkpoint(str(good), load_optimizer_states=False)
+    after = whole_state(engine)
+    assert after.keys() == {"fp32"}
+    for name, weight in after["fp32"].items():
+        saved = torch.load(good / "global_step3" / "zero" / name / "fp32.pt", weights_only=True)["param"]
+        assert torch.equal(weight, saved.flatten())
+    assert bool((engine.module.seen == 7.0).all())
     engine.destroy()
     return said
 
 
 def go_on_and_refuse(
-    rank: int, world: int, pairs: dict[str, Pair], folder: Path, spoiled: dict[str, tuple[Path, str]]
+    rank: int, world: int, pairs: dict[str, Pair], folder: Path, good: Path, spoiled: dict[str, tuple[Path, str]]
 ) -> tuple[dict[str, Any], dict[str, str]]:
-    return go_on(rank, world, pairs, folder), refusals(world, spoiled)
+    return go_on(rank, world, pairs, folder), refusals(world, good, spoiled)
 
 
 @dataclass
@@ -194,7 +201,7 @@ def carry_over(pairs: dict[str, Pair], first: int, then: int, folder: Path, *, f
         assert main(["to-universal", str(folder / "saved" / name), str(folder / "universal" / name)]) == 0
     good = next((folder / "universal").glob("*-VRLAMB-z2-fp32-*"))
     spoiled = spoil(good, folder / "spoiled") if faults else {}
-    answers = run_on_ranks(then, go_on_and_refuse, then, pairs, folder, spoiled)
+    answers = run_on_ranks(then, go_on_and_refuse, then, pairs, folder, good, spoiled)
     said = {name: (message, [answer[1][name] for answer in answers]) for name, (_, message) in spoiled.items()}
     return Carried(folder, {name: (before[name], answers[0][0][name]) for name in pairs}, said)
 
