@@ -35,9 +35,9 @@ class RankFailed(Exception):
 
     @property
     def summary(self) -> str:
-        """What happened, and the last line of what the rank told."""
+        """What happened: the first line, and the error itself where there is a traceback."""
         lines = str(self).strip().splitlines()
-        return " ".join([lines[0], *lines[1:][-1:]])
+        return " ".join([lines[0], *(lines[-1:] if lines[0].endswith(":") else [])])
 
 
 def default_world() -> int:
