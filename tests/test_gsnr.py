@@ -5,8 +5,8 @@ import torch
 from torch import Tensor
 
 from ds_vrgd import gsnr
+from ds_vrgd.doctor import reference
 from ds_vrgd.moments.chan import moments_of
-from tests import reference
 
 EPS = 1e-6
 
