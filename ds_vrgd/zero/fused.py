@@ -18,10 +18,11 @@ from typing import Any
 
 import torch
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
-from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer, GradPartitionBufferGroup
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import Tensor
 
 from ds_vrgd.moments import ShardedMoments
+from ds_vrgd.zero.compat import GradPartitionBufferGroup, too_old_to_fuse
 
 Engine = Any
 
@@ -251,6 +252,9 @@ def unfit(engine: Engine) -> str | None:
     wrapper = engine.optimizer
     if engine.zero_optimization_stage() == 0:
         return "zero_optimization.stage=0 keeps whole gradients on every rank. Use stage 1, 2 or 3"
+    old = too_old_to_fuse()
+    if old:
+        return old
     if type(wrapper) not in FUSED:
         return (
             f"DeepSpeed built a {type(wrapper).__name__}, which reduces in a way of its own. At stage 1 in bf16, leave "

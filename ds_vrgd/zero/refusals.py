@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
+from ds_vrgd.zero.compat import setting
+
 Engine = Any
 
 # On two H100 (torch 2.11, backend aot_eager) training did not follow the reference, for a reason not found yet. On CPU
@@ -33,7 +35,7 @@ def _fp16_without_zero(engine: Engine) -> str | None:
 
 
 def _fp16_autocast(engine: Engine) -> str | None:
-    if engine.torch_autocast_enabled() and engine.torch_autocast_dtype() == torch.float16 and _stage(engine) > 0:
+    if setting(engine, "torch_autocast_enabled") and engine.torch_autocast_dtype() == torch.float16 and _stage(engine) > 0:
         return (
             "torch_autocast.dtype=float16 with ZeRO: each rank decides alone whether it skips an overflowing step, and "
             "the ranks would wait for each other for ever. Use torch_autocast.dtype=bfloat16, or fp16.enabled=true"
@@ -51,7 +53,7 @@ def _deepcompile(engine: Engine) -> str | None:
 
 
 def _zenflow(engine: Engine) -> str | None:
-    if engine.zenflow:
+    if getattr(engine, "zenflow", False):
         return (
             "zero_optimization.zenflow: it updates selected channels with an optimizer of its own. Remove that section"
         )
@@ -59,7 +61,7 @@ def _zenflow(engine: Engine) -> str | None:
 
 
 def _super_offload(engine: Engine) -> str | None:
-    if engine.super_offload():
+    if setting(engine, "super_offload"):
         return "offload_optimizer.super_offload=true: it steps with its own CPU Adam instead. Set it to false"
     return None
 
@@ -99,7 +101,7 @@ def _compiled_model(engine: Engine) -> str | None:
 
 def _half_precision_masters(engine: Engine) -> str | None:
     for name, enabled in (
-        ("bf16.bf16_master_weights_and_grads", engine.bf16_master_weights_and_gradients()),
+        ("bf16.bf16_master_weights_and_grads", setting(engine, "bf16_master_weights_and_gradients")),
         ("fp16.fp16_master_weights_and_grads", engine.fp16_master_weights_and_gradients()),
     ):
         if enabled:

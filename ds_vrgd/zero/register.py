@@ -18,7 +18,7 @@ from ds_vrgd.optim import OPTIMIZERS, VROptimizer, allocate_state_only
 from ds_vrgd.zero.attach import attach
 from ds_vrgd.zero.ranks import is_ours, require_same_model, require_same_optimizer
 from ds_vrgd.zero.refusals import refuse_inexact
-from ds_vrgd.zero.versions import BELOW, OLDEST, check_version
+from ds_vrgd.zero.versions import DEEPSPEED
 
 #: Spellings that a DeepSpeed JSON may use: the class names, and the paper's with a hyphen.
 NAMES: dict[str, type[VROptimizer]] = OPTIMIZERS | {
@@ -48,7 +48,7 @@ def register() -> None:
         original = getattr(DeepSpeedEngine, name, None)
         if original is None:
             raise RuntimeError(
-                f"this DeepSpeed has no DeepSpeedEngine.{name}; ds_vrgd needs deepspeed>={OLDEST},<{BELOW}"
+                f"this DeepSpeed has no DeepSpeedEngine.{name}; ds_vrgd needs deepspeed{DEEPSPEED}"
             )
         if not hasattr(original, _WRAPPED):
             setattr(DeepSpeedEngine, name, _as_method(wrapper, original))
@@ -91,7 +91,6 @@ def _configure_basic_optimizer(original: Callable[..., Any], engine: Any, parame
 def _do_optimizer_sanity_check(original: Callable[..., Any], engine: Any, optimizer: Any) -> Any:
     """The first moment at which the optimizer exists, and the last before a wrapper is built around it."""
     if isinstance(optimizer, VROptimizer):
-        check_version()
         refuse_inexact(engine, type(optimizer).__name__)
         require_same_optimizer(engine, optimizer)
     return original(engine, optimizer)

@@ -1,23 +1,64 @@
-"""The DeepSpeed releases that this package was run against."""
+"""The releases of DeepSpeed and torch that this package was run against: the one place that says so.
+
+``pyproject.toml`` asks for the same (a test compares), and docs/COMPATIBILITY.md has what was measured with each.
+"""
 
 from __future__ import annotations
 
-import deepspeed
-from packaging.version import Version
+import os
+import warnings
 
-OLDEST = "0.19.8"
-BELOW = "0.20"
+from packaging.specifiers import SpecifierSet
+from packaging.version import InvalidVersion, Version
+
+#: 0.17.3 to 0.18.9 are left out: the mean that DeepSpeed itself hands over is wrong there in several configurations.
+DEEPSPEED = ">=0.16.9,!=0.17.3,!=0.17.4,!=0.17.5,!=0.17.6,!=0.18.*,<0.20"
+TORCH = ">=2.6"
+#: Where fused mode may replace DeepSpeed's reduction; observe mode serves the others.
+FUSED = ">=0.19.8,<0.20"
+
+#: Set to 1, it turns the error into a warning.
+OVERRIDE = "DS_VRGD_ANY_VERSION"
+
+RISK = (
+    "DeepSpeed's gradient path may differ there in ways that no check of ds_vrgd notices: gradients, statistics and "
+    "updates may be silently wrong, and checkpoints may not load"
+)
 
 
-def check_version(version: str = deepspeed.__version__) -> None:
-    """Refuse a DeepSpeed that was never tried.
+def check_versions(deepspeed: str, torch: str) -> None:
+    """Refuse a DeepSpeed or a torch that was never tried, or that was found to be wrong.
+
+    Args:
+        deepspeed: ``deepspeed.__version__``.
+        torch: ``torch.__version__``.
 
     Raises:
-        RuntimeError: naming the version found and the range that is supported.
+        RuntimeError: naming each version found, the range that is supported, and the override.
     """
-    release = Version(Version(version).base_version)
-    if not Version(OLDEST) <= release < Version(BELOW):
-        raise RuntimeError(
-            f"DeepSpeed {version} is outside the tested range >={OLDEST},<{BELOW}: its gradient path may differ in "
-            f"ways that would make the statistics silently wrong. Install 'deepspeed>={OLDEST},<{BELOW}'."
-        )
+    outside = [
+        f"{name} {version} is not among the supported releases, {name.lower()}{supported}"
+        for name, version, supported in (("DeepSpeed", deepspeed, DEEPSPEED), ("torch", torch, TORCH))
+        if not is_among(version, supported)
+    ]
+    if not outside:
+        return
+    found = "; ".join(outside)
+    if os.environ.get(OVERRIDE) == "1":
+        warnings.warn(f"{found}. {OVERRIDE}=1 is set, so ds_vrgd goes on. {RISK}.", stacklevel=2)
+        return
+    raise RuntimeError(
+        f"{found} (docs/COMPATIBILITY.md has what was measured with which). Install one of those, or set "
+        f"{OVERRIDE}=1 to go on at your own risk. {RISK}."
+    )
+
+
+def is_among(version: str, supported: str) -> bool:
+    """Whether a release is; a development or local build counts as the release that it names.
+
+    A build that names none (a source tree says 0.0.0 or "unknown") is not.
+    """
+    try:
+        return Version(Version(version).base_version) in SpecifierSet(supported)
+    except InvalidVersion:
+        return False

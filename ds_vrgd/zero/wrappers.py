@@ -18,6 +18,7 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import Tensor
 
 from ds_vrgd.moments import Layer, Route, Segment, ShardLayout
+from ds_vrgd.zero.compat import end_to_end, flat_offsets
 
 Engine = Any
 Choice = Callable[[dict[str, Any]], bool]
@@ -108,7 +109,7 @@ def _bf16(engine: Engine, chosen: Choice) -> Holdings:
     held = Holdings(group=wrapper.real_dp_process_group[0])
     groups = zip(wrapper.optimizer.param_groups, wrapper.bf16_groups, wrapper.fp32_groups_flat_partition, strict=True)
     for group, params, shard in groups:
-        _add_flat_group(held, engine, chosen(group), params, _end_to_end(params), shard)
+        _add_flat_group(held, engine, chosen(group), params, end_to_end(params), shard)
     return held
 
 
@@ -119,21 +120,13 @@ def _stages_1_and_2(engine: Engine, chosen: Choice) -> Holdings:
     groups = zip(
         wrapper.optimizer.param_groups,
         wrapper.round_robin_bit16_groups,
-        wrapper.round_robin_bit16_offsets,
+        flat_offsets(wrapper),
         wrapper.single_partition_of_fp32_groups,
         strict=True,
     )
     for group, params, offsets, shard in groups:
         _add_flat_group(held, engine, chosen(group), params, offsets, shard)
     return held
-
-
-def _end_to_end(params: Sequence[Tensor]) -> list[int]:
-    offsets, end = [], 0
-    for param in params:
-        offsets.append(end)
-        end += param.numel()
-    return offsets
 
 
 def _add_flat_group(

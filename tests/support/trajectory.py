@@ -142,12 +142,17 @@ class Result:
         of_distance: |theta - theta_ref| / |theta_ref - theta_0|.
         moved: |theta_ref - theta_0| / |theta_ref|.
         stats: GSNR of the first step, at which every configuration has the same weights; None without GSNR.
+        wrapper: class of the engine's optimizer.
+        of_mean: |mean - mean_ref| / |mean_ref| of the mean that DeepSpeed hands over, at worst; None where it was not
+            looked at, or was clipped.
     """
 
     of_weights: float
     of_distance: float
     moved: float
     stats: ds_vrgd.GSNRStatistics | None
+    wrapper: str
+    of_mean: float | None
 
 
 def build(case: Case, world: int, config: dict[str, Any] | None = None) -> Any:
@@ -184,6 +189,7 @@ def run_case(case: Case, rank: int, world: int) -> Result | None:
     plain = make_model().to(engine.device, DTYPES[case.dtype])
     start = {name: weight.cpu().double() for name, weight in plain.named_parameters() if weight.requires_grad}
     reference = DenseOptimizer(case.optimizer, start, reference_groups(start, case), **case.hyper())
+    of_mean: list[float] = []
     given = None if case.dtype == "fp32" or _gsnr(engine) else HandedMean(engine.basic_optimizer)
     for step in range(case.steps):
         micro_batches = [tokens.to(engine.device) for tokens in batches(step, case.accumulation * world)]
@@ -205,6 +211,8 @@ def run_case(case: Case, rank: int, world: int) -> Result | None:
         if rank == 0 and mean is None:
             reference.step(chunks, clip=case.clip)
         elif rank == 0:
+            if not case.clip:
+                of_mean.append(error_of_mean(mean, chunks))
             reference.step(chunks, mean={name: mean[name].view_as(weight) for name, weight in start.items()})
     assert (engine.global_steps, engine.skipped_steps) == (case.steps, 0)
     masters = master_weights(engine)
@@ -213,13 +221,20 @@ def run_case(case: Case, rank: int, world: int) -> Result | None:
             assert torch.equal(master.view_as(weights[name]).to(DTYPES[case.dtype]), weights[name].cpu()), (
                 f"master of {name}"
             )
+    wrapper = type(engine.optimizer).__name__
     engine.destroy()
     if rank:
         return None
     error = relative_error(masters, reference)
     moved = norm_of([reference.params[name] - start[name] for name in start])
     moved /= norm_of(list(reference.params.values()))
-    return Result(error, error / moved, moved, stats)
+    return Result(error, error / moved, moved, stats, wrapper, max(of_mean, default=None))
+
+
+def error_of_mean(mean: Mapping[str, Tensor], chunks: list[dict[str, Tensor]]) -> float:
+    """Norm-wise, of a flat mean by name against that of the chunks' gradients."""
+    right = {name: torch.stack([chunk[name] for chunk in chunks]).mean(0).flatten() for name in chunks[0]}
+    return norm_of([mean[name].double() - grad for name, grad in right.items()]) / norm_of(list(right.values()))
 
 
 def relative_error(masters: Mapping[str, Tensor], reference: DenseOptimizer) -> float:

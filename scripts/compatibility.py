@@ -1,0 +1,70 @@
+"""Hold several releases of DeepSpeed against the dense float64 reference, and write docs/COMPATIBILITY.md.
+
+    python scripts/compatibility.py 0.16.9 0.17.2 0.19.0 0.19.8
+
+Each release is installed beside the environment, into a folder of its own (--folder), and runs every case of
+tests/zero/cases.py that two ranks run, and some more, with the environment's torch. A release outside the supported
+range runs under DS_VRGD_ANY_VERSION=1. What a release has given is kept in the folder; --again measures anew.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+
+
+def main() -> None:
+    """Install, measure, write."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("versions", nargs="+", help="releases of DeepSpeed")
+    parser.add_argument("--folder", type=Path, default=ROOT / "out" / "compatibility", help="for what is installed")
+    parser.add_argument("--again", action="store_true", help="measure also what was measured before")
+    arguments = parser.parse_args()
+    measured = []
+    for version in arguments.versions:
+        packages, outcome = arguments.folder / f"deepspeed-{version}", arguments.folder / f"{version}.pickle"
+        install(version, packages)
+        if arguments.again or not outcome.exists():
+            measure(packages, outcome)
+        measured.append(pickle.loads(outcome.read_bytes()))
+    from tests.zero.compatibility import document
+
+    (ROOT / "docs" / "COMPATIBILITY.md").write_text(document(measured), encoding="utf-8")
+
+
+def install(version: str, folder: Path) -> None:
+    """One release of DeepSpeed, without what it depends on and without compiling anything."""
+    if not folder.exists():
+        subprocess.run(
+            [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation"]
+            + ["--target", str(folder), f"deepspeed=={version}"],
+            env=os.environ | {"DS_BUILD_OPS": "0"},
+            check=True,
+        )
+
+
+def measure(packages: Path, outcome: Path) -> None:
+    """Run the cases in a process that finds this DeepSpeed first."""
+    subprocess.run(
+        [sys.executable, "-m", "tests.zero.compatibility", str(outcome)],
+        cwd=ROOT,
+        env=os.environ
+        | {
+            "PYTHONPATH": os.pathsep.join((str(packages), str(ROOT))),
+            "DS_VRGD_ANY_VERSION": "1",
+            "DS_ACCELERATOR": "cpu",
+            "OMP_NUM_THREADS": "1",
+        },
+        check=True,
+    )
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(ROOT))
+    main()
