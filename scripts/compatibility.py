@@ -17,6 +17,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
+PIP = (sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation")
 
 
 def main() -> None:
@@ -42,8 +43,7 @@ def install(version: str, folder: Path) -> None:
     """One release of DeepSpeed, without what it depends on and without compiling anything."""
     if not folder.exists():
         subprocess.run(
-            [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation"]
-            + ["--target", str(folder), f"deepspeed=={version}"],
+            [*PIP, "--target", str(folder), f"deepspeed=={version}"],
             env=os.environ | {"DS_BUILD_OPS": "0"},
             check=True,
         )

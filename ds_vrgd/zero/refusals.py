@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
-from ds_vrgd.zero.compat import setting
+from ds_vrgd.zero.compat import defects, setting
 
 Engine = Any
 
@@ -35,7 +35,11 @@ def _fp16_without_zero(engine: Engine) -> str | None:
 
 
 def _fp16_autocast(engine: Engine) -> str | None:
-    if setting(engine, "torch_autocast_enabled") and engine.torch_autocast_dtype() == torch.float16 and _stage(engine) > 0:
+    if (
+        setting(engine, "torch_autocast_enabled")
+        and engine.torch_autocast_dtype() == torch.float16
+        and _stage(engine) > 0
+    ):
         return (
             "torch_autocast.dtype=float16 with ZeRO: each rank decides alone whether it skips an overflowing step, and "
             "the ranks would wait for each other for ever. Use torch_autocast.dtype=bfloat16, or fp16.enabled=true"
@@ -191,7 +195,7 @@ def refuse_inexact(engine: Engine, optimizer: str) -> None:
     Raises:
         ValueError: each setting with its value, the reason and the way out.
     """
-    found = [reason for check in REFUSALS if (reason := check(engine)) is not None]
+    found = [reason for check in REFUSALS if (reason := check(engine)) is not None] + defects(engine)
     if found:
         listed = "\n".join(f"  - {reason}." for reason in found)
         raise ValueError(f"{optimizer} cannot be exact under this configuration:\n{listed}")

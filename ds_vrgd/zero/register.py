@@ -47,9 +47,7 @@ def register() -> None:
     ):
         original = getattr(DeepSpeedEngine, name, None)
         if original is None:
-            raise RuntimeError(
-                f"this DeepSpeed has no DeepSpeedEngine.{name}; ds_vrgd needs deepspeed{DEEPSPEED}"
-            )
+            raise RuntimeError(f"this DeepSpeed has no DeepSpeedEngine.{name}; ds_vrgd needs deepspeed{DEEPSPEED}")
         if not hasattr(original, _WRAPPED):
             setattr(DeepSpeedEngine, name, _as_method(wrapper, original))
 
