@@ -10,8 +10,8 @@ range runs under DS_VRGD_ANY_VERSION=1. What a release has given is kept in the 
 from __future__ import annotations
 
 import argparse
+import json
 import os
-import pickle
 import subprocess
 import sys
 from pathlib import Path
@@ -29,12 +29,12 @@ def main() -> None:
     arguments = parser.parse_args()
     measured = []
     for version in arguments.versions:
-        packages, outcome = arguments.folder / f"deepspeed-{version}", arguments.folder / f"{version}.pickle"
+        packages, outcome = arguments.folder / f"deepspeed-{version}", arguments.folder / f"{version}.json"
         install(version, packages)
         if arguments.again or not outcome.exists():
             measure(packages, outcome)
-        measured.append(pickle.loads(outcome.read_bytes()))
-    from tests.zero.compatibility import document
+        measured.append(json.loads(outcome.read_text(encoding="utf-8")))
+    from tests.zero.compatibility_page import document
 
     (ROOT / "docs" / "COMPATIBILITY.md").write_text(document(measured), encoding="utf-8")
 

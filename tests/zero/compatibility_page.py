@@ -1,0 +1,184 @@
+"""docs/COMPATIBILITY.md from what scripts/compatibility.py has measured."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterator
+from itertools import groupby
+from typing import Any
+
+from ds_vrgd.zero.versions import DEEPSPEED, FUSED, OVERRIDE, TORCH, is_among
+from tests.support.trajectory import Case
+from tests.zero.compatibility import Outcome, cases
+from tests.zero.test_exactness import OF_DISTANCE, OF_MEAN, OF_WEIGHTS
+
+PREFACE = f"""\
+# Compatibility
+
+Supported are
+
+    deepspeed{DEEPSPEED}
+    torch{TORCH}
+
+`import ds_vrgd` ends with an error under any other release. `{OVERRIDE}=1` in the environment makes a warning of the
+error: gradients, statistics and updates may then be silently wrong, and checkpoints may not load. Fused mode needs
+deepspeed{FUSED}; under the others `"reduction": "auto"` means observe mode.
+
+This page is written by `scripts/compatibility.py`, which installs each release, runs it, and holds it against the
+dense float64 reference:
+
+    python scripts/compatibility.py {{versions}}
+"""
+
+READING = f"""
+Two ranks, 1 and 4 micro-batches, VRLAMB, VRSGD and LAMB, with all settings of [EXACTNESS.md](EXACTNESS.md) that two
+ranks run. A cell is the worst norm-wise error of the fp32 (master) weights after 5 steps; the bound is
+{OF_WEIGHTS:.0e}. Where DeepSpeed clips by the norm of its own, rounded mean, the bound is {OF_DISTANCE:.0e} of the
+distance moved, and the case is not in the figure. LAMB (gamma = 1) takes the mean that DeepSpeed hands over: in bf16
+and fp16 the reference is given that mean, and it must itself be within {OF_MEAN:.0e} of the mean of the chunks.
+
+`refused`: all cases of the cell are, by name, with the way out. `wrong n/m`: n of m cases are over the bound or end in
+an error, and nothing refuses them, so the release is not supported. Both are listed below, with what was measured.
+`-`: the release has no such mode.
+
+Before 0.19.8, stage 3 on the CPU does not wait for all of its all-gathers. For the figures of stage 3 each was waited
+for, so that they tell of the rest. NCCL carries out one after the other, and this defect does not reach it; no release
+but those in EXACTNESS.md and RESULTS.md was run on GPUs.
+"""
+
+Run = dict[str, Any]
+
+
+def document(runs: list[Run]) -> str:
+    """The whole page."""
+    versions = " ".join(run["DeepSpeed"] for run in runs)
+    return "\n".join(
+        [PREFACE.format(versions=versions), "## Releases\n", *releases(runs), READING]
+        + ["## Worst error\n", *table(runs), "\n## What is refused, and what is wrong\n"]
+        + [line for run in runs for line in particulars(run)]
+    )
+
+
+def releases(runs: list[Run]) -> Iterator[str]:
+    """A line for each."""
+    yield "| DeepSpeed | supported | fused mode | measured with | cases | exact | refused | wrong |"
+    yield "| --- | --- | --- | --- | --- | --- | --- | --- |"
+    for run in runs:
+        found = list(results(run))
+        refused = sum(bool(one.refused) for _, _, one in found)
+        wrong = sum(is_wrong(case, one) for _, case, one in found)
+        yes = [" yes" if is_among(run["DeepSpeed"], asked) else " no" for asked in (DEEPSPEED, FUSED)]
+        where = f"torch {run['torch']}, Python {run['Python']}, {run['where']}"
+        yield (
+            f"| {run['DeepSpeed']} |{yes[0]} |{yes[1]} | {where} | {len(found)} | {len(found) - refused - wrong} | "
+            f"{refused} | {wrong} |"
+        )
+
+
+def results(run: Run) -> Iterator[tuple[str, Case, Outcome]]:
+    """Without the cases whose setting the release does not have."""
+    for name, case in cases():
+        outcome = Outcome(**run["outcomes"][name])
+        if "Extra inputs are not permitted" not in outcome.error:
+            yield name, case, outcome
+
+
+def is_exact(case: Case, outcome: Outcome) -> bool:
+    """The bounds of tests/zero/test_exactness.py."""
+    if outcome.error or outcome.moved <= OF_DISTANCE or (outcome.of_mean or 0.0) > OF_MEAN:
+        return False
+    if by_rounded_norm(case, outcome):
+        return outcome.of_distance <= OF_DISTANCE
+    return outcome.of_weights <= OF_WEIGHTS
+
+
+def by_rounded_norm(case: Case, outcome: Outcome) -> bool:
+    """Whether DeepSpeed clips by the norm of its own mean in half precision."""
+    return bool(case.clip) and case.dtype != "fp32" and not outcome.wrapper.startswith("Fused")
+
+
+def is_wrong(case: Case, outcome: Outcome) -> bool:
+    return not outcome.refused and not is_exact(case, outcome)
+
+
+def table(runs: list[Run]) -> Iterator[str]:
+    """A row for each stage, dtype and mode, a column for each release."""
+    rows: dict[tuple[int, str, str], dict[str, list[tuple[Case, Outcome]]]] = {}
+    for run in runs:
+        for _, case, outcome in results(run):
+            row = rows.setdefault((case.stage, dtypes(case), mode(case, run)), {})
+            row.setdefault(run["DeepSpeed"], []).append((case, outcome))
+    columns = [run["DeepSpeed"] for run in runs]
+    yield "| stage | dtype | mode | " + " | ".join(columns) + " |"
+    yield "| --- | --- | --- |" + " --- |" * len(columns)
+    for (stage, dtype, how), by_release in sorted(rows.items()):
+        cells = [cell(by_release.get(version, [])) for version in columns]
+        yield f"| {stage} | {dtype} | {how} | " + " | ".join(cells) + " |"
+
+
+def dtypes(case: Case) -> str:
+    return f"{case.dtype}, {case.accum_dtype} accumulation" if case.accum_dtype else case.dtype
+
+
+def mode(case: Case, run: Run) -> str:
+    if not case.optimizer.startswith("VR"):
+        return "gamma = 1"
+    return "fused" if case.is_fused() and is_among(run["DeepSpeed"], FUSED) else "observe"
+
+
+def cell(found: list[tuple[Case, Outcome]]) -> str:
+    if not found:
+        return "-"
+    wrong = sum(is_wrong(case, outcome) for case, outcome in found)
+    if wrong:
+        return f"wrong {wrong}/{len(found)}"
+    kept = [(case, outcome) for case, outcome in found if not outcome.refused]
+    figures = [outcome.of_weights for case, outcome in kept if not by_rounded_norm(case, outcome)]
+    return f"{max(figures):.1e}" if figures else "refused"
+
+
+def particulars(run: Run) -> Iterator[str]:
+    """What is refused under a release and what is wrong, with what it gave."""
+    lines = [*refused(run), *wrong(run)]
+    if lines:
+        yield f"### DeepSpeed {run['DeepSpeed']}\n"
+        yield from ("\n".join(textwrap.wrap(f"- {line}", 110, subsequent_indent="  ")) for line in lines)
+        yield ""
+
+
+def refused(run: Run) -> Iterator[str]:
+    found = [(outcome.refused, case, outcome) for _, case, outcome in results(run) if outcome.refused]
+    for reason, group in groupby(sorted(found, key=lambda one: one[0]), key=lambda one: one[0]):
+        members = [(case, outcome) for _, case, outcome in group]
+        yield f"Refused, {len(members)} cases: {reason}. {given(members)}"
+    repeats = [Outcome(**one) for one in run["repeats"]]
+    inexact = [one for one in repeats if one.error or one.of_weights > OF_WEIGHTS]
+    if inexact:
+        yield f"LAMB at stage 3 in fp32, {len(repeats)} times over, as released: {len(inexact)} times wrong."
+
+
+def wrong(run: Run) -> Iterator[str]:
+    found = [((case.stage, dtypes(case), mode(case, run)), name, case, one) for name, case, one in results(run)]
+    bad = [one for one in found if is_wrong(one[2], one[3])]
+    for (stage, dtype, how), group in groupby(sorted(bad, key=lambda one: one[0]), key=lambda one: one[0]):
+        members = list(group)
+        names = ", ".join(f"`{name}`" for _, name, _, _ in members[:3]) + (" and others" if len(members) > 3 else "")
+        told = given([(case, outcome) for _, _, case, outcome in members])
+        yield f"Wrong, {len(members)} cases, stage {stage}, {dtype}, {how} ({names}): {told}"
+
+
+def given(found: list[tuple[Case, Outcome]]) -> str:
+    """What cases that are not exact gave at worst."""
+    bad = [outcome for case, outcome in found if not is_exact(case, outcome)]
+    if not bad:
+        return "Run all the same, they came out exact."
+    means = [outcome.of_mean for outcome in bad if outcome.of_mean is not None]
+    distances = [outcome.of_distance for outcome in bad if not outcome.error]
+    errors = sorted({outcome.error.strip().splitlines()[0][:150] for outcome in bad if outcome.error})
+    parts = [f"{len(bad)} of {len(found)} not exact"]
+    if means and max(means) > OF_MEAN:
+        parts.append(f"DeepSpeed's mean off by up to {max(means):.0%}")
+    if distances:
+        parts.append(f"weights off by up to {max(distances):.1e} of the distance moved")
+    parts += [f'"{error}"' for error in errors[:3]]
+    return "; ".join(parts) + "."
