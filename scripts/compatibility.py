@@ -4,7 +4,8 @@
 
 Each release is installed beside the environment, into a folder of its own (--folder), and runs every case of
 tests/zero/cases.py that two ranks run, and some more, with the environment's torch. A release outside the supported
-range runs under DS_VRGD_ANY_VERSION=1. What a release has given is kept in the folder; --again measures anew.
+range runs under DS_VRGD_ANY_VERSION=1. What a release has given is kept in the folder; --again measures anew. For another
+torch, run `python -m tests.zero.compatibility FILE` in an environment that has it, and add the file with --also.
 """
 
 from __future__ import annotations
@@ -25,15 +26,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("versions", nargs="+", help="releases of DeepSpeed")
     parser.add_argument("--folder", type=Path, default=ROOT / "out" / "compatibility", help="for what is installed")
+    parser.add_argument("--also", type=Path, nargs="*", default=[], help="what other environments have measured")
     parser.add_argument("--again", action="store_true", help="measure also what was measured before")
     arguments = parser.parse_args()
-    measured = []
+    outcomes = []
     for version in arguments.versions:
         packages, outcome = arguments.folder / f"deepspeed-{version}", arguments.folder / f"{version}.json"
         install(version, packages)
         if arguments.again or not outcome.exists():
             measure(packages, outcome)
-        measured.append(json.loads(outcome.read_text(encoding="utf-8")))
+        outcomes.append(outcome)
+    measured = [json.loads(path.read_text(encoding="utf-8")) for path in (*outcomes, *arguments.also)]
     from tests.zero.compatibility_page import document
 
     (ROOT / "docs" / "COMPATIBILITY.md").write_text(document(measured), encoding="utf-8")

@@ -11,8 +11,8 @@ import warnings
 from packaging.specifiers import SpecifierSet
 from packaging.version import InvalidVersion, Version
 
-#: 0.17.3 to 0.18.9 are left out: the mean that DeepSpeed itself hands over is wrong there in several configurations.
-DEEPSPEED = ">=0.16.9,!=0.17.3,!=0.17.4,!=0.17.5,!=0.17.6,!=0.18.*,<0.20"
+#: Before 0.19 the mean that DeepSpeed itself hands over is wrong in several configurations, other ones in each release.
+DEEPSPEED = ">=0.19.0,<0.20"
 TORCH = ">=2.6"
 #: Where fused mode may replace DeepSpeed's reduction; observe mode serves the others.
 FUSED = ">=0.19.8,<0.20"

@@ -42,6 +42,8 @@ METHODS = {
     "autotp_size": (["self"], "refusals"),
     "zero_elastic_checkpoint": (["self"], "refusals"),
     "load_universal_checkpoint": (["self"], "refusals"),
+    "get_data_types": (["self"], "compat"),
+    "managed_gradient_accumulation": (["self"], "compat"),
     "compile": (["self", "backend", "compile_kwargs", "schedule", "compiled_autograd_enabled"], "refusals"),
 }
 
@@ -100,6 +102,7 @@ def missing_attributes(rank: int) -> dict[str, Any]:
             "engine": [(room, a) for room, names in ENGINE.items() for a in names if not hasattr(engine, a)],
             "json": engine._config._param_dict["optimizer"]["type"],
             "offload": hasattr(engine._config.zero_config, "offload_optimizer"),
+            "contiguous": hasattr(engine._config.zero_config, "contiguous_gradients"),
         }
         engine.destroy()
     return found
@@ -138,6 +141,9 @@ def test_engine_has_its_attributes(found: dict[str, Any]) -> None:
         )
         assert found[name]["offload"], (
             "engine._config.zero_config.offload_optimizer is gone; see ds_vrgd/zero/refusals.py"
+        )
+        assert found[name]["contiguous"], (
+            "engine._config.zero_config.contiguous_gradients is gone; see ds_vrgd/zero/compat.py"
         )
 
 
