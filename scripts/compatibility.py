@@ -2,9 +2,9 @@
 
     python scripts/compatibility.py 0.16.9 0.17.2 0.19.0 0.19.8
 
-Each release is installed beside the environment, into a folder of its own (--folder), and runs every case of
-tests/zero/cases.py that two ranks run, and some more, with the environment's torch. A release outside the supported
-range runs under DS_VRGD_ANY_VERSION=1. What a release has given is kept in the folder; --again measures anew. For another
+Each release is installed beside the environment, into a folder of its own (--folder), and runs the cases of
+tests/zero/compatibility.py with the environment's torch, two ranks on the CPU. A release outside the supported range
+runs under DS_VRGD_ANY_VERSION=1. What a release has given is kept in the folder; --again measures anew. For another
 torch, run `python -m tests.zero.compatibility FILE` in an environment that has it, and add the file with --also.
 """
 
