@@ -38,6 +38,12 @@ class GSNRStatistics:
     k: int
     layers: dict[str, LayerGSNR]
 
+    def means(self) -> LayerGSNR:
+        """Over the layers, whatever their size."""
+        layers = self.layers.values()
+        columns = zip(*((layer.mean_ratio, layer.clamped_low, layer.clamped_high) for layer in layers), strict=True)
+        return LayerGSNR(*(sum(column) / len(layers) for column in columns))
+
 
 def find_optimizer(engine_or_optimizer: Any) -> VROptimizer:
     """Our optimizer inside an engine, a wrapper, or itself.

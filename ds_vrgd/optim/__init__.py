@@ -1,6 +1,7 @@
 """The optimizers. They know shards, segments and moments, and have never heard of DeepSpeed."""
 
 from ds_vrgd.optim.adam import VRAdam, VRAdamW
+from ds_vrgd.optim.alive import unused_over
 from ds_vrgd.optim.base import VROptimizer, allocate_state_only
 from ds_vrgd.optim.lamb import LAMB, VRLAMB
 from ds_vrgd.optim.lars import LARS, VRLARS
@@ -25,4 +26,5 @@ __all__ = [
     "VRMomentum",
     "VROptimizer",
     "allocate_state_only",
+    "unused_over",
 ]

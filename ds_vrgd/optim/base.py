@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ds_vrgd import gsnr, kernels
 from ds_vrgd.moments import LayerTable, Moments
-from ds_vrgd.optim import arguments, nonfinite
+from ds_vrgd.optim import alive, arguments, nonfinite
 from ds_vrgd.optim.average import averaged, dtype_of_average
 from ds_vrgd.optim.plain import PlainObserver
 from ds_vrgd.optim.restore import cast_averages, fitted
@@ -91,6 +91,7 @@ class VROptimizer(LayerSums, torch.optim.Optimizer):
         self._init_observation()
         super().__init__(params, defaults)
         self.observe(PlainObserver(self.param_groups))
+        alive.remember(self)
 
     def _init_observation(self) -> None:
         self._observer: Observer | None = None

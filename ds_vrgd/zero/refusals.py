@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
+from ds_vrgd.optim import unused_over
 from ds_vrgd.zero.compat import defects, setting
 
 Engine = Any
@@ -199,6 +200,28 @@ def refuse_inexact(engine: Engine, optimizer: str) -> None:
     if found:
         listed = "\n".join(f"  - {reason}." for reason in found)
         raise ValueError(f"{optimizer} cannot be exact under this configuration:\n{listed}")
+
+
+def refuse_replaced(optimizer: torch.optim.Optimizer) -> None:
+    """Raise if an optimizer of ours was made for these parameters, and another one has come into the engine.
+
+    Accelerate and the Hugging Face Trainer do so without a word: see the message.
+
+    Raises:
+        RuntimeError: naming both, and what each of the known causes wants instead.
+    """
+    ours = unused_over(param for group in optimizer.param_groups for param in group["params"])
+    if ours is not None:
+        name, other = type(ours).__name__, type(optimizer).__name__
+        raise RuntimeError(
+            f"{name} was made for these parameters, but the engine was given {other}, and would train with that. Known "
+            "causes:\n"
+            "  - Accelerate replaces the optimizer where offload_optimizer.device is set: give the DeepSpeed config "
+            '"zero_force_ds_cpu_optimizer": false, or name the optimizer in its "optimizer" section.\n'
+            "  - The Hugging Face Trainer drops optimizers=(optimizer, ...) under DeepSpeed: pass "
+            f"optimizer_cls_and_kwargs=(ds_vrgd.{name}, {{...}}).\n"
+            f"If {other} is what you want, delete the {name} before you build the engine."
+        )
 
 
 def guard_compile(engine: Engine) -> None:

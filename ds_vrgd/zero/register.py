@@ -11,13 +11,14 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.zero import utils as zero_utils
 
 from ds_vrgd.optim import OPTIMIZERS, VROptimizer, allocate_state_only
 from ds_vrgd.zero.attach import attach
 from ds_vrgd.zero.ranks import is_ours, require_same_model, require_same_optimizer
-from ds_vrgd.zero.refusals import refuse_inexact
+from ds_vrgd.zero.refusals import refuse_inexact, refuse_replaced
 from ds_vrgd.zero.versions import DEEPSPEED
 
 #: Spellings that a DeepSpeed JSON may use: the class names, and the paper's with a hyphen.
@@ -91,6 +92,8 @@ def _do_optimizer_sanity_check(original: Callable[..., Any], engine: Any, optimi
     if isinstance(optimizer, VROptimizer):
         refuse_inexact(engine, type(optimizer).__name__)
         require_same_optimizer(engine, optimizer)
+    elif isinstance(optimizer, torch.optim.Optimizer):
+        refuse_replaced(optimizer)
     return original(engine, optimizer)
 
 

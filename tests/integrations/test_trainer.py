@@ -1,0 +1,192 @@
+"""The Hugging Face Trainer: on every way to train, the weights follow the dense float64 reference."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import ds_vrgd
+from tests.integrations.cases import MORE, RESUMED, RESUMED_MORE, TRAINED
+from tests.support.hf import (
+    DECAY,
+    LR,
+    STEPS,
+    Case,
+    Corpus,
+    Result,
+    fresh,
+    make_model,
+    make_trainer,
+    run_case,
+    scheduled,
+    training_arguments,
+)  # fmt: skip
+
+# As for an engine without the Trainer: tests/zero/test_exactness.py.
+OF_WEIGHTS = 8e-7
+
+Outcome = Callable[..., Any]
+slow = pytest.mark.slow
+
+pytestmark = pytest.mark.filterwarnings("ignore:.* estimates the GSNR from only k")
+
+
+def both(fast: dict[str, Case], more: dict[str, Case]) -> list[Any]:
+    return [(name, False) for name in fast] + [pytest.param(name, True, marks=slow) for name in more]
+
+
+@pytest.mark.parametrize(("name", "is_slow"), both(TRAINED, MORE))
+def test_training_follows_the_reference(outcome: Outcome, name: str, is_slow: bool) -> None:
+    case = (MORE if is_slow else TRAINED)[name]
+    result = outcome("trained", name, is_slow)
+    assert isinstance(result, Result), result
+    assert result.moved > 5e-3, "the steps are too small to tell anything"
+    assert result.error <= OF_WEIGHTS
+    assert result.k == 2 * case.accumulation
+    assert len(set(result.tokens)) > 1, "equal chunks would not tell how they are weighted"
+    first, second = result.groups
+    assert (first["weight_decay"], second["weight_decay"]) == (DECAY, 0.0)
+    if case.optimizer == "VRLAMB":
+        assert (first["adapt"], second["adapt"]) == (True, not case.mixin)
+    named = case.mixin or case.stage is not None
+    assert result.names == {n if named else f"param_{i}" for i, n in enumerate(layers())}
+
+
+def layers() -> list[str]:
+    names = [name for name, _ in make_model().named_parameters()]
+    return sorted(names, key=lambda name: "norm" in name or name.endswith("bias"))
+
+
+@pytest.mark.parametrize(("name", "is_slow"), both(RESUMED, RESUMED_MORE))
+def test_resume_from_checkpoint_is_bitwise(outcome: Outcome, name: str, is_slow: bool) -> None:
+    result = outcome("resumed", name, is_slow)
+    assert not isinstance(result, str), result
+    differences, states = result
+    assert differences == []
+    assert states >= 8, "step, two moments and the ratio's mean, of two groups at least"
+
+
+def test_importing_the_package_does_not_import_transformers(outcome: Outcome) -> None:
+    assert outcome("imported", "transformers") is False
+
+
+def test_log_has_gsnr_beside_every_loss(outcome: Outcome) -> None:
+    log = outcome("trained", "ddp").log
+    losses = [record for record in log if "loss" in record]
+    found = [record for record in log if "gsnr_k" in record]
+    assert [record["step"] for record in losses] == [record["step"] for record in found] == [*range(1, STEPS + 1)]
+    for record in found:
+        assert record["gsnr_k"] == 6
+        assert 0.0 < record["gsnr_clamped_low"] < 1.0
+        assert 0.0 < record["gsnr_clamped_high"] < 1.0
+        assert record["gsnr_mean_ratio"] > 0.0
+    rates = [record["learning_rate"] for record in losses]
+    assert rates == pytest.approx([scheduled(step) for step in range(STEPS)])
+    # Of the same chunks, whoever reduces them.
+    for other in ("ZeRO-0", "ZeRO-2", "ZeRO-3, JSON"):
+        twin = next(record for record in outcome("trained", other).log if "gsnr_k" in record)
+        assert {name: found[0][name] for name in found[0]} == pytest.approx(twin, rel=1e-4)
+
+
+def test_reporters_get_gsnr(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    logs = str(tmp_path / "runs")
+    monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", logs)
+    result = run_case(Case(None, accumulation=6, arguments={"report_to": ["tensorboard"]}), tmp_path)
+    assert result.k == 6
+    assert result.error <= OF_WEIGHTS
+    events = EventAccumulator(logs).Reload()
+    assert {"train/gsnr_k", "train/gsnr_mean_ratio", "train/noise_scale", "train/loss"} <= set(events.Tags()["scalars"])
+    logged = [record["noise_scale"] for record in result.log if "noise_scale" in record]
+    assert [event.value for event in events.Scalars("train/noise_scale")] == pytest.approx(logged)
+
+
+def one_process(tmp_path: Path, **changed: Any) -> Any:
+    """A Trainer on one process, whose arguments may be changed before it trains."""
+    case = changed.pop("case", Case(None))
+    return make_trainer(case, tmp_path, **changed)
+
+
+def test_optimizer_keeps_the_trainers_learning_rate_and_groups_that_it_was_given(tmp_path: Path) -> None:
+    with fresh():
+        trainer = one_process(tmp_path)
+        assert {group["lr"] for group in trainer.create_optimizer().param_groups} == {LR}
+        mine = ds_vrgd.VRLAMB(trainer.model.parameters(), lr=1.0)
+        trainer.optimizer = mine
+        assert trainer.create_optimizer() is mine
+        assert [group["adapt"] for group in mine.param_groups] == [True]
+
+
+@pytest.mark.parametrize("bound", [True, False])
+def test_two_weight_decays_are_refused(tmp_path: Path, bound: bool) -> None:
+    with fresh():
+        trainer = one_process(tmp_path)
+        made = functools.partial(ds_vrgd.VRLAMB, weight_decay=0.02) if bound else ds_vrgd.VRLAMB
+        trainer.optimizer_cls_and_kwargs = (made, {} if bound else {"weight_decay": 0.02})
+        with pytest.raises(ValueError, match=r"TrainingArguments has weight_decay=0.1.*weight_decay=0.02.*alone"):
+            trainer.create_optimizer()
+
+
+def test_weight_decay_of_the_optimizer_alone_is_taken(tmp_path: Path) -> None:
+    with fresh():
+        trainer = one_process(tmp_path, weight_decay=0.0)
+        trainer.optimizer_cls_and_kwargs = (ds_vrgd.VRLAMB, {"weight_decay": 0.02})
+        assert [group["weight_decay"] for group in trainer.create_optimizer().param_groups] == [0.02, 0.0]
+
+
+def test_plain_trainer_that_overrules_weight_decay_is_found(tmp_path: Path) -> None:
+    with fresh():
+        trainer = one_process(tmp_path, case=Case(None, mixin=False), weight_decay=0.0)
+        trainer.optimizer_cls_and_kwargs = (ds_vrgd.VRLAMB, {"lr": LR, "weight_decay": 0.02})
+        with pytest.raises(ValueError, match=r"weight_decay=0.0, which the Trainer uses.*weight_decay=0.02"):
+            trainer.train()
+
+
+def test_callback_finds_another_optimizer(tmp_path: Path) -> None:
+    with fresh():
+        trainer = one_process(tmp_path, case=Case(None, mixin=False))
+        trainer.optimizer_cls_and_kwargs = None
+        with pytest.raises(RuntimeError, match=r"GSNRCallback: .* holds no optimizer of ds_vrgd. Pass optimizer_cls"):
+            trainer.train()
+
+
+def test_gamma_1_logs_no_gsnr(tmp_path: Path) -> None:
+    with fresh():
+        trainer = one_process(tmp_path, max_steps=1)
+        trainer.optimizer_cls_and_kwargs = (ds_vrgd.LAMB, {})
+        trainer.train()
+        assert [record for record in trainer.state.log_history if "gsnr_k" in record] == []
+        assert [record["step"] for record in trainer.state.log_history if "loss" in record] == [1]
+
+
+def test_step_that_was_left_out_logs_no_gsnr(tmp_path: Path) -> None:
+    with fresh():
+        trainer = one_process(tmp_path, max_steps=2)
+        spoil = trainer.training_step
+
+        def spoiled(model: Any, inputs: Any, *rest: Any) -> Any:
+            loss = spoil(model, inputs, *rest)
+            if trainer.state.global_step == 1:
+                next(model.parameters()).grad.mul_(float("nan"))
+            return loss
+
+        trainer.training_step = spoiled
+        trainer.train()
+        assert [record["step"] for record in trainer.state.log_history if "gsnr_k" in record] == [1]
+
+
+def test_trainer_as_it_is_needs_one_changed_line(tmp_path: Path) -> None:
+    from transformers import Trainer
+
+    with fresh():
+        trainer = Trainer(
+            model=make_model(), args=training_arguments(Case(None), tmp_path, max_steps=1), train_dataset=Corpus(),
+            optimizer_cls_and_kwargs=(ds_vrgd.VRLAMB, {"lr": 4e-3}),
+        )  # fmt: skip
+        trainer.train()
+        assert ds_vrgd.gsnr_stats(trainer.optimizer).k == 3
