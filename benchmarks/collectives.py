@@ -100,7 +100,7 @@ def run(rank: Rank, record: Record, model: str) -> None:
     for name, make in COLLECTIVES.items():
         # NCCL is up to twice as slow where a rank's part begins at an odd address, as it would for BERT-large on two.
         parts = [elements // fraction // rank.count for fraction in FRACTIONS]
-        sizes = [part // ALIGNMENT * ALIGNMENT * rank.count for part in parts]
+        sizes = [max(part // ALIGNMENT, 1) * ALIGNMENT * rank.count for part in parts]
         for size in sizes if name in SEVERAL_SIZES else sizes[:1]:
             _time(rank, record, name, size, partial(make, size, rank), repeat)
     flag = torch.zeros(1, device=rank.device)
