@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import groupby
 from typing import Any
 
@@ -50,6 +50,7 @@ but those in EXACTNESS.md and RESULTS.md was run on GPUs.
 """
 
 Run = dict[str, Any]
+Named = tuple[str, Case, Outcome]
 
 
 def document(runs: list[Run]) -> str:
@@ -78,7 +79,7 @@ def releases(runs: list[Run]) -> Iterator[str]:
         )
 
 
-def results(run: Run) -> Iterator[tuple[str, Case, Outcome]]:
+def results(run: Run) -> Iterator[Named]:
     """Without the cases whose setting the release does not have."""
     for name, case in cases():
         outcome = Outcome(**run["outcomes"][name])
@@ -154,10 +155,10 @@ def particulars(run: Run) -> Iterator[str]:
 
 
 def refused(run: Run) -> Iterator[str]:
-    found = [(outcome.refused, case, outcome) for _, case, outcome in results(run) if outcome.refused]
-    for reason, group in groupby(sorted(found, key=lambda one: one[0]), key=lambda one: one[0]):
-        members = [(case, outcome) for _, case, outcome in group]
-        yield f"Refused, cases: {len(members)}. {reason[0].upper()}{reason[1:]}. {given(members)}"
+    found = [(name, case, outcome) for name, case, outcome in results(run) if outcome.refused]
+    for reason, group in grouped(found, lambda one: one[2].refused):
+        told = given([(case, outcome) for _, case, outcome in group])
+        yield f"Refused, cases: {len(group)}: {reason}. {told}"
     repeats = [Outcome(**one) for one in run["repeats"]]
     inexact = [one for one in repeats if one.error or one.of_weights > OF_WEIGHTS]
     if inexact:
@@ -165,13 +166,29 @@ def refused(run: Run) -> Iterator[str]:
 
 
 def wrong(run: Run) -> Iterator[str]:
-    found = [((case.stage, dtypes(case), mode(case, run)), name, case, one) for name, case, one in results(run)]
-    bad = [one for one in found if is_wrong(one[2], one[3])]
-    for (stage, dtype, how), group in groupby(sorted(bad, key=lambda one: one[0]), key=lambda one: one[0]):
-        members = list(group)
-        names = ", ".join(f"`{name}`" for _, name, _, _ in members[:3]) + (" and others" if len(members) > 3 else "")
-        told = given([(case, outcome) for _, _, case, outcome in members])
-        yield f"Wrong, cases: {len(members)}. Stage {stage}, {dtype}, {how} ({names}): {told}"
+    bad = [(name, case, outcome) for name, case, outcome in results(run) if is_wrong(case, outcome)]
+    for error, group in grouped([one for one in bad if one[2].error], lambda one: first_line(one[2])):
+        stages = ", ".join(sorted({str(case.stage) for _, case, _ in group}))
+        yield f'Ends in an error, cases: {len(group)}, stages: {stages} ({some(group)}): "{error}".'
+    for (stage, dtype, how), group in grouped(
+        [one for one in bad if not one[2].error], lambda one: (one[1].stage, dtypes(one[1]), mode(one[1], run))
+    ):
+        told = given([(case, outcome) for _, case, outcome in group])
+        yield f"Wrong, cases: {len(group)}. Stage {stage}, {dtype}, {how} ({some(group)}): {told}"
+
+
+def grouped(found: list[Named], key: Callable[[Named], Any]) -> Iterator[tuple[Any, list[Named]]]:
+    for value, group in groupby(sorted(found, key=key), key=key):
+        yield value, list(group)
+
+
+def some(found: list[Named]) -> str:
+    """The first names."""
+    return ", ".join(f"`{name}`" for name, _, _ in found[:3]) + (" and others" if len(found) > 3 else "")
+
+
+def first_line(outcome: Outcome) -> str:
+    return outcome.error.strip().splitlines()[0][:150]
 
 
 def given(found: list[tuple[Case, Outcome]]) -> str:
@@ -181,7 +198,7 @@ def given(found: list[tuple[Case, Outcome]]) -> str:
         return "Run all the same, they came out exact."
     means = [outcome.of_mean for outcome in bad if outcome.of_mean is not None]
     distances = [outcome.of_distance for outcome in bad if outcome.of_weights > OF_WEIGHTS]
-    errors = sorted({outcome.error.strip().splitlines()[0][:150] for outcome in bad if outcome.error})
+    errors = sorted({first_line(outcome) for outcome in bad if outcome.error})
     parts = [f"{len(bad)} of {len(found)} not exact"]
     if means and max(means) > OF_MEAN:
         parts.append(f"DeepSpeed's mean off by up to {max(means):.0%}")
