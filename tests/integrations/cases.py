@@ -6,7 +6,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from tests.support.hf import Case, attempt, run_case
+import ds_vrgd
+from tests.support import hf_accelerate
+from tests.support.hf import Case, Corpus, attempt, fresh, make_model, make_trainer, run_case, training_arguments
 from tests.support.hf_resume import resume
 
 OFFLOADED: dict[str, Any] = {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}
@@ -47,6 +49,31 @@ RESUMED_MORE: dict[str, Case] = {
     "ZeRO-2, fp16": Case(2, dtype="fp16", config={"fp16": {"enabled": "auto", "initial_scale_power": 8}}),
 }
 
+#: With Accelerate alone: ZeRO stage, how the optimizer gets there.
+ACCELERATED: dict[str, tuple[int | None, str]] = {
+    "ddp": (None, "instance"),
+    "ZeRO-1, JSON": (1, "json"),
+    "ZeRO-2": (2, "instance"),
+}
+
+
+def dropped(folder: Path) -> None:
+    """A plain Trainer under DeepSpeed that is handed an instance."""
+    from transformers import Trainer
+
+    with fresh():
+        model, arguments = make_model(), training_arguments(Case(2), folder)
+        optimizer = ds_vrgd.VRLAMB(model.parameters(), lr=1e-3)
+        Trainer(model=model, args=arguments, train_dataset=Corpus(), optimizers=(optimizer, None)).train()
+
+
+def named_twice(folder: Path, mixin: bool) -> None:
+    """An optimizer in the JSON, and another one for the Trainer."""
+    with fresh():
+        trainer = make_trainer(Case(2, "json", "VRAdamW", mixin=mixin), folder)
+        trainer.optimizer_cls_and_kwargs = (ds_vrgd.VRLAMB, {})
+        trainer.train()
+
 
 def train_all(rank: int, folder: str, slow: bool) -> dict[tuple[str, str], Any]:
     """Outcomes by kind and name."""
@@ -55,4 +82,14 @@ def train_all(rank: int, folder: str, slow: bool) -> dict[tuple[str, str], Any]:
         found["trained", name] = attempt(run_case, case, Path(folder, name))
     for name, case in (RESUMED_MORE if slow else RESUMED).items():
         found["resumed", name] = attempt(resume, case, Path(folder, f"resumed {name}"))
+    if slow:
+        return found
+    for name, (stage, entry) in ACCELERATED.items():
+        found["accelerated", name] = attempt(hf_accelerate.train, stage, entry)
+    unforced = hf_accelerate.offloaded(zero_force_ds_cpu_optimizer=False)
+    found["accelerated", "ZeRO-2, offloaded"] = attempt(hf_accelerate.train, 2, "instance", unforced)
+    found["refused", "replaced by Accelerate"] = attempt(hf_accelerate.train_swapped)
+    found["refused", "dropped by the Trainer"] = attempt(dropped, Path(folder, "dropped"))
+    for mixin in (True, False):
+        found["refused", f"named twice, {mixin=}"] = attempt(named_twice, Path(folder, "twice"), mixin)
     return found
