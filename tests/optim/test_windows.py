@@ -16,6 +16,7 @@ from ds_vrgd import gsnr_stats
 from ds_vrgd.doctor.reference import DenseOptimizer
 from ds_vrgd.optim import OPTIMIZERS, VRLAMB, VRSGD, VRAdam, VROptimizer
 from tests.optim.training import BOUND, STEPS, Training
+from tests.support.model import OutOfMemory
 
 REDUCING = [name for name in OPTIMIZERS if name.startswith("VR")]
 pytestmark = pytest.mark.filterwarnings("ignore:.*estimates the GSNR from only")
@@ -356,18 +357,6 @@ def test_restoring_another_gamma_leaves_gsnr_on_or_off_as_it_was_built() -> None
 
 
 # --- backward passes that break off
-
-
-class OutOfMemory(torch.autograd.Function):
-    """Fails in the backward pass, when the layers above have their gradients."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        raise MemoryError("out of memory")
 
 
 def break_off(model: Regression) -> None:

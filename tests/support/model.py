@@ -72,3 +72,15 @@ def batches(step: int, count: int, size: int = 4) -> list[Tensor]:
     generator = torch.Generator().manual_seed(9000 + step)
     tokens = torch.randint(0, VOCABULARY - 20, (count, size, LENGTH + 1), generator=generator)
     return list(tokens)
+
+
+class OutOfMemory(torch.autograd.Function):
+    """Fails in the backward pass, when the layers above have their gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        raise MemoryError("out of memory")

@@ -6,11 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 import ds_vrgd
 from ds_vrgd.doctor.reference import DenseOptimizer
-from tests.support.model import batches, make_model
+from tests.support.model import OutOfMemory, batches, make_model
 from tests.support.ranks import run_on_ranks
 from tests.support.trajectory import (
     Case,
@@ -26,23 +25,11 @@ WORLD, ACCUMULATION = 2, 2
 MODES = [(stage, mode) for stage in range(4) for mode in ("auto", "observe") if stage or mode == "auto"]
 
 
-class Break(torch.autograd.Function):
-    """A backward pass that runs out of memory half-way."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        raise MemoryError("out of memory")
-
-
 def interrupted(rank: int, case: Case) -> dict[str, Any]:
     """Evaluation in the middle of windows, and a forward pass that fails; then a backward pass that fails."""
     engine = build(case, WORLD)
     breaks = [False]
-    engine.module.up.register_forward_hook(lambda module, inputs, out: Break.apply(out) if breaks[0] else None)
+    engine.module.up.register_forward_hook(lambda module, inputs, out: OutOfMemory.apply(out) if breaks[0] else None)
     plain = make_model().to(engine.device)
     start = {name: weight.cpu().double() for name, weight in plain.named_parameters() if weight.requires_grad}
     reference = DenseOptimizer(case.optimizer, start, reference_groups(start, case), **case.hyper())
