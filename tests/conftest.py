@@ -13,6 +13,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--write-exactness", action="store_true", help="write the exactness table to docs/EXACTNESS.md")
+    parser.addoption("--write-combinations", action="store_true", help="write the pair table to docs/COMBINATIONS.md")
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:

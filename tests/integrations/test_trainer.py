@@ -46,7 +46,7 @@ def test_training_follows_the_reference(outcome: Outcome, name: str, is_slow: bo
     assert isinstance(result, Result), result
     assert result.moved > 5e-3, "the steps are too small to tell anything"
     assert result.error <= OF_WEIGHTS
-    assert result.k == 2 * case.accumulation
+    assert result.k == 2 * (4 if "short" in name else case.accumulation)  # 24 batches a rank, in windows of 5
     assert len(set(result.tokens)) > 1, "equal chunks would not tell how they are weighted"
     first, second = result.groups
     assert (first["weight_decay"], second["weight_decay"]) == (DECAY, 0.0)

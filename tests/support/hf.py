@@ -275,7 +275,7 @@ def recording() -> Any:
                 self.scale = float(getattr(self.optimizer.optimizer, "loss_scale", 1.0))
             self.window.append({name: value.cpu() for name, value in inputs.items()})
             loss = super().training_step(model, inputs, num_items_in_batch)
-            if len(self.window) == self.case.accumulation:
+            if self.accelerator.sync_gradients:  # the last window of an epoch may be shorter
                 self.follow()
                 self.window = []
             return loss
@@ -300,12 +300,12 @@ def recording() -> Any:
                 weight = k / sum(counts) if self.case.counts else 1.0 / labels_in(inputs)
                 return chunk_gradients(self.plain, inputs, weight)
             # Half precision rounds what it is given: the loss must be the Trainer's own, bit for bit.
-            world = k // self.case.accumulation
+            world = k // len(self.window)
             self.plain.zero_grad()
             with torch.autocast("cpu", torch.bfloat16) if self.case.stage is None else nullcontext():
                 loss = self.plain(**inputs, num_items_in_batch=torch.tensor(sum(counts))).loss
             (loss * world * self.scale).backward()
-            factor = self.case.accumulation / self.scale
+            factor = len(self.window) / self.scale
             return {n: p.grad.double() * factor for n, p in self.plain.named_parameters() if p.grad is not None}
 
     return Recording
