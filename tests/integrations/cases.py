@@ -16,8 +16,6 @@ OFFLOADED: dict[str, Any] = {"zero_optimization": {"stage": 2, "offload_optimize
 #: By name. These run always, MORE of them with the slow tests.
 TRAINED: dict[str, Case] = {
     "ddp": Case(None),
-    "ddp, clipped": Case(None, clip=0.3),
-    "ddp, short last window": Case(None, accumulation=5),
     "ddp, mean of means": Case(None, counts=False),
     "ddp, bf16 autocast": Case(None, dtype="bf16"),
     "ddp, plain Trainer": Case(None, mixin=False),
@@ -26,12 +24,14 @@ TRAINED: dict[str, Case] = {
     "ZeRO-2": Case(2),
     "ZeRO-2, short last window": Case(2, accumulation=5),
     "ZeRO-2, JSON, clipped": Case(2, "json", clip=0.3),
-    "ZeRO-2, plain Trainer": Case(2, mixin=False),
     "ZeRO-2, bf16": Case(2, dtype="bf16"),
     "ZeRO-2, fp16": Case(2, dtype="fp16", config={"fp16": {"enabled": "auto", "initial_scale_power": 8}}),
     "ZeRO-3, JSON": Case(3, "json"),
 }
 MORE: dict[str, Case] = {
+    "ddp, clipped": Case(None, clip=0.3),
+    "ZeRO-2, plain Trainer": Case(2, mixin=False),
+    "ddp, short last window": Case(None, accumulation=5),
     "ddp, VRAdamW from a factory": Case(None, "factory", "VRAdamW"),
     "ddp, one micro-batch": Case(None, accumulation=1),
     "ZeRO-0, bf16": Case(0, dtype="bf16"),
