@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import ds_vrgd
 from tests.integrations.cases import MORE, RESUMED, RESUMED_MORE, TRAINED
@@ -21,10 +22,13 @@ from tests.support.hf import (
     fresh,
     make_model,
     make_trainer,
+    recording,
     run_case,
     scheduled,
     training_arguments,
+    weights_of,
 )  # fmt: skip
+from tests.support.trajectory import relative_error
 
 # As for an engine without the Trainer: tests/zero/test_exactness.py.
 OF_WEIGHTS = 8e-7
@@ -190,3 +194,28 @@ def test_trainer_as_it_is_needs_one_changed_line(tmp_path: Path) -> None:
         )  # fmt: skip
         trainer.train()
         assert ds_vrgd.gsnr_stats(trainer.optimizer).k == 3
+
+
+def test_loss_scaler_that_skips_a_step_takes_the_window_with_it(tmp_path: Path) -> None:
+    """fp16 without DeepSpeed: the Trainer wants a GPU for it, but its loss scaler runs on the CPU, in fp32, too."""
+
+    class Scaled(recording()):  # type: ignore[misc]
+        overflown = False
+
+        def follow(self) -> None:
+            if self.overflown:
+                super().follow()
+            self.overflown = True  # the first window overflows: no step of the reference, and the schedule waits
+
+    with fresh():
+        trainer = make_trainer(Case(None), tmp_path, base=Scaled)
+        trainer.begin(Case(None))
+        trainer.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127, backoff_factor=2.0**-119)
+        trainer.train()
+        assert trainer.accelerator.scaler.get_scale() == 2.0**8
+        assert trainer.steps == STEPS - 1
+        error = relative_error({n: w.flatten() for n, w in weights_of(trainer).items()}, trainer.reference)
+        assert error <= OF_WEIGHTS
+        assert [r["step"] for r in trainer.state.log_history if "gsnr_k" in r] == [*range(2, STEPS + 1)]
+        stats = ds_vrgd.gsnr_stats(trainer.optimizer)
+        assert stats.k == 3
