@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -62,13 +63,7 @@ def gsnr_record(engine: Any) -> dict[str, float] | None:
         stats = ds_vrgd.gsnr_stats(engine)
     except (RuntimeError, TypeError):  # gamma = 1, or not an optimizer of ours
         return None
-    layers = list(stats.layers.values())
-    return {
-        "k": stats.k,
-        "mean_ratio": sum(layer.mean_ratio for layer in layers) / len(layers),
-        "clamped_low": sum(layer.clamped_low for layer in layers) / len(layers),
-        "clamped_high": sum(layer.clamped_high for layer in layers) / len(layers),
-    }
+    return {"k": stats.k, **asdict(stats.means())}
 
 
 def plot(output: Path) -> Path:
