@@ -69,8 +69,11 @@ def run_on_ranks(world: int, function: Callable[..., T], *arguments: Any, timeou
         try:
             while not context.join(timeout=1.0):
                 if time.monotonic() >= end or _places(folder):
-                    time.sleep(1.0)  # the others are about to tell, too
-                    raise RankFailed(f"the ranks were not done after {timeout_s:.0f} s{_places(folder)}")
+                    patience = time.monotonic() + GRACE_S
+                    while len(_places(folder)) < world and time.monotonic() < patience:
+                        time.sleep(0.1)  # the others are about to tell, too
+                    time.sleep(0.5)  # and to finish their tale
+                    raise RankFailed(f"the ranks were not done after {timeout_s:.0f} s{''.join(_places(folder))}")
         except ProcessException as error:
             codes = [process.exitcode for process in context.processes]
             raise RankFailed(_first_failure(folder, error, codes)) from None
@@ -81,10 +84,10 @@ def run_on_ranks(world: int, function: Callable[..., T], *arguments: Any, timeou
         return result
 
 
-def _places(folder: Path) -> str:
-    """Where the ranks were whose time was up; empty if nobody's was."""
+def _places(folder: Path) -> list[str]:
+    """Where the ranks were whose time was up, a text a rank."""
     hung = {path.name: text for path in sorted(folder.glob("hung*")) if (text := path.read_text(encoding="utf-8"))}
-    return "".join(f"\n{name.replace('hung', 'rank ')} was here:\n{text}" for name, text in hung.items())
+    return [f"\n{name.replace('hung', 'rank ')} was here:\n{text}" for name, text in hung.items()]
 
 
 def _first_failure(folder: Path, error: ProcessException, codes: list[int | None]) -> str:
