@@ -13,9 +13,7 @@ from packaging.version import InvalidVersion, Version
 
 #: Before 0.19 the mean that DeepSpeed itself hands over is wrong in several configurations, other ones in each release.
 DEEPSPEED = ">=0.19.0,<0.20"
-#: Before 2.10 no tensor hook is called for a parameter of an autograd.Function (DeepSpeed's own linear layer at stage 3
-#: is one) inside a non-reentrant checkpoint: its chunks would go unseen.
-TORCH = ">=2.10"
+TORCH = ">=2.6"
 #: Where fused mode may replace DeepSpeed's reduction; observe mode serves the others.
 FUSED = ">=0.19.8,<0.20"
 

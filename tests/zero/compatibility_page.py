@@ -24,10 +24,6 @@ Supported are
 error: gradients, statistics and updates may then be silently wrong, and checkpoints may not load. Fused mode needs
 deepspeed{FUSED}; under the others `"reduction": "auto"` means observe mode.
 
-DeepSpeed before 0.19 is left out for its own gradients, which the last section lists. torch before 2.10 is left out
-because it calls no tensor hook for the parameters of an autograd.Function inside a non-reentrant checkpoint, and
-DeepSpeed's linear layer at stage 3 is one: observe mode would not see them.
-
 This page is written by `scripts/compatibility.py`, which installs each release, runs it, and holds it against the
 dense float64 reference:
 
@@ -75,16 +71,12 @@ def releases(runs: list[Run]) -> Iterator[str]:
         found = list(results(run))
         refused = sum(bool(one.refused) for _, _, one in found)
         wrong = sum(is_wrong(case, one) for _, case, one in found)
-        yes = [" yes" if asked else " no" for asked in (is_supported(run), is_among(run["DeepSpeed"], FUSED))]
+        yes = [" yes" if is_among(run["DeepSpeed"], asked) else " no" for asked in (DEEPSPEED, FUSED)]
         where = f"torch {run['torch']}, Python {run['Python']}, {run['where']}"
         yield (
             f"| {run['DeepSpeed']} |{yes[0]} |{yes[1]} | {where} | {len(found)} | {len(found) - refused - wrong} | "
             f"{refused} | {wrong} |"
         )
-
-
-def is_supported(run: Run) -> bool:
-    return is_among(run["DeepSpeed"], DEEPSPEED) and is_among(run["torch"], TORCH)
 
 
 def results(run: Run) -> Iterator[Named]:
