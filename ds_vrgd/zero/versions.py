@@ -14,6 +14,9 @@ from packaging.version import InvalidVersion, Version
 #: Before 0.19 the mean that DeepSpeed itself hands over is wrong in several configurations, other ones in each release.
 DEEPSPEED = ">=0.19.0,<0.20"
 TORCH = ">=2.6"
+#: Older ones call no tensor hook for a parameter of an autograd.Function inside a non-reentrant checkpoint; DeepSpeed's
+#: own linear layer at stage 3 is one.
+HOOKS = ">=2.10"
 #: Where fused mode may replace DeepSpeed's reduction; observe mode serves the others.
 FUSED = ">=0.19.8,<0.20"
 
@@ -42,6 +45,13 @@ def check_versions(deepspeed: str, torch: str) -> None:
         if not is_among(version, supported)
     ]
     if not outside:
+        if not is_among(torch, HOOKS):
+            warnings.warn(
+                f"torch {torch} hides the gradients of an autograd.Function inside a non-reentrant activation "
+                "checkpoint from ds_vrgd's observe mode, which would take them for zero. Use use_reentrant=True there, "
+                f"or torch{HOOKS}.",
+                stacklevel=2,
+            )
         return
     found = "; ".join(outside)
     if os.environ.get(OVERRIDE) == "1":

@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -160,3 +161,11 @@ def test_what_an_older_release_gets_right_is_not_refused(monkeypatch: pytest.Mon
         assert compat.defects(built, "0.19.3") == []
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 1)
     assert compat.defects(engine(3), "0.19.3") == []
+
+
+def test_torch_that_hides_gradients_from_hooks_is_told_of() -> None:
+    with pytest.warns(UserWarning, match=r"torch 2\.6\.0.*use_reentrant=True"):
+        check_versions(GOOD_DEEPSPEED, "2.6.0")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        check_versions(GOOD_DEEPSPEED, "2.10.0")
