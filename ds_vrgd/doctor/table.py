@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ds_vrgd.doctor.findings import Findings
+from ds_vrgd.optim.base import FEW_CHUNKS
 
 Row = tuple[str, str]
-
-#: The paper's best k begin at 32; below 8 the optimizers warn.
-FEW_CHUNKS = 8
 
 
 def rows_of(found: Findings) -> list[Row]:

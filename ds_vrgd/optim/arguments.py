@@ -112,8 +112,8 @@ CHECKS: dict[str, Callable[[str, Any], None]] = {
 #: The arguments of variance reduction.
 GSNR = ("beta3", "gamma", "gsnr_eps", "gsnr_dtype", "reduction", "ranks_per_node", "nonfinite")
 
-#: The arguments of the whole optimizer, which no param group has.
-OF_THE_WHOLE = ("reduction", "ranks_per_node", "nonfinite")
+#: The arguments of the whole optimizer, which no param group has, with their defaults.
+OF_THE_WHOLE: dict[str, Any] = {"reduction": "auto", "ranks_per_node": None, "nonfinite": "skip"}
 
 
 def check(optimizer: str, known: Collection[str], given: Mapping[str, Any], hidden: Collection[str] = ()) -> None:

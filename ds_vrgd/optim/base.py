@@ -12,7 +12,8 @@ from torch import Tensor
 
 from ds_vrgd import gsnr, kernels
 from ds_vrgd.moments import LayerTable, Moments
-from ds_vrgd.optim import alive, arguments, nonfinite
+from ds_vrgd.optim import alive, arguments, nonfinite, world
+from ds_vrgd.optim.average import KEY as AVERAGE
 from ds_vrgd.optim.average import averaged, dtype_of_average
 from ds_vrgd.optim.plain import PlainObserver
 from ds_vrgd.optim.restore import cast_averages, fitted
@@ -143,7 +144,7 @@ class VROptimizer(LayerSums, torch.optim.Optimizer):
         fit, notes = fitted(self, state_dict)
         super().load_state_dict(fit)
         cast_averages(self)
-        if notes and not (torch.distributed.is_initialized() and torch.distributed.get_rank()):
+        if notes and world.is_first():
             warnings.warn(f"{type(self).__name__}: {'; '.join(notes)}", stacklevel=2)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -152,8 +153,7 @@ class VROptimizer(LayerSums, torch.optim.Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore; arguments that an older or a base optimizer's checkpoint lacks take this one's defaults."""
-        earlier = {"reduction": "auto", "ranks_per_node": None, "nonfinite": "skip"}
-        super().__setstate__(earlier | self.__dict__ | state)
+        super().__setstate__(arguments.OF_THE_WHOLE | self.__dict__ | state)
         for group in self.param_groups:
             for name, value in self.defaults.items():
                 group.setdefault(name, value)
@@ -223,10 +223,10 @@ class VROptimizer(LayerSums, torch.optim.Optimizer):
             shard.state.setdefault("step", torch.tensor(0.0))
         keys = self.state_keys(shard.group)
         if self.averages_ratio and shard.group["gamma"] < 1.0 and shard.state["step"] == 0:
-            keys = (*keys, "exp_avg_gsnr")
+            keys = (*keys, AVERAGE)
         for key in keys:
             if key not in shard.state:
-                dtype = dtype_of_average(shard) if key == "exp_avg_gsnr" else None
+                dtype = dtype_of_average(shard) if key == AVERAGE else None
                 shard.state[key] = torch.zeros_like(shard.tensor, dtype=dtype, memory_format=torch.preserve_format)
 
     def state_keys(self, group: dict[str, Any]) -> tuple[str, ...]:
@@ -257,14 +257,7 @@ class VROptimizer(LayerSums, torch.optim.Optimizer):
 
     def on_bad_gradient(self) -> FloatingPointError | None:
         """Name the chunks of a window that is left out, in the log or in the error to be raised. A collective."""
-        found = nonfinite.where(self.observer.bad_gradients())
-        if self.nonfinite == "error":
-            return FloatingPointError(
-                f'the gradient of this step is not finite ({found}). nonfinite="error" stops before any weight is '
-                'updated; "skip" would leave the step out and go on.'
-            )
-        nonfinite.log_skip(type(self).__name__, found)
-        return None
+        return nonfinite.complain(type(self).__name__, self.nonfinite, self.observer.bad_gradients())
 
     # -- GSNR ---------------------------------------------------------------------------------------------------------
 

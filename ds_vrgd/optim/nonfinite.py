@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ds_vrgd.moments import ChunkNorms
+from ds_vrgd.optim import world
 
 # Layers of one chunk and chunks that a message names; a NaN in the loss is in every layer.
 MOST_LAYERS = 3
@@ -62,7 +63,26 @@ def gather_bad(norms: ChunkNorms | None, name_of: Callable[[Tensor], str], group
     return [bad for of_rank in everyone for bad in of_rank]
 
 
-def where(found: Iterable[BadGradient]) -> str:
+def complain(optimizer: str, policy: str, found: Iterable[BadGradient]) -> FloatingPointError | None:
+    """Name the chunks of a window that is left out: in one warning of the first rank, or in the error to be raised.
+
+    Args:
+        optimizer: name of its class.
+        policy: the argument ``nonfinite``.
+        found: of all ranks.
+    """
+    chunks = _where(found)
+    if policy == "error":
+        return FloatingPointError(
+            f'the gradient of this step is not finite ({chunks}). nonfinite="error" stops before any weight is '
+            'updated; "skip" would leave the step out and go on.'
+        )
+    if world.is_first():
+        logging.getLogger("ds_vrgd").warning("%s skips a step whose gradient is not finite: %s", optimizer, chunks)
+    return None
+
+
+def _where(found: Iterable[BadGradient]) -> str:
     """The chunks and layers in words."""
     chunks: dict[tuple[int, int], list[BadGradient]] = {}
     for bad in found:
@@ -78,10 +98,3 @@ def where(found: Iterable[BadGradient]) -> str:
     if not lines:
         return "no chunk that was observed holds a NaN or an infinity: it came in with their sum, or behind it"
     return "; ".join(lines)
-
-
-def log_skip(optimizer: str, found: str) -> None:
-    """One warning, on the first rank."""
-    spread = torch.distributed.is_available() and torch.distributed.is_initialized()
-    if not spread or torch.distributed.get_rank() == 0:
-        logging.getLogger("ds_vrgd").warning("%s skips a step whose gradient is not finite: %s", optimizer, found)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ds_vrgd.moments import SUM_DTYPE, ChunkNorms, Moments, Ranks, ReplicatedMoments, ShardLayout
+from ds_vrgd.optim import world
 from ds_vrgd.optim.agreement import require_agreement, table_of_optimizer
 from ds_vrgd.optim.nonfinite import BadGradient, any_rank_has_bad, gather_bad
 
@@ -75,13 +76,8 @@ class PlainObserver:
     def _window(self) -> ReplicatedMoments:
         """The moments of the window that is open."""
         if self._moments is None:
-            self._moments = ReplicatedMoments(self._observed, self._group(), norms=self._norms)
+            self._moments = ReplicatedMoments(self._observed, world.group(), norms=self._norms)
         return self._moments
-
-    @staticmethod
-    def _group() -> Any | None:
-        spread = torch.distributed.is_available() and torch.distributed.is_initialized()
-        return torch.distributed.group.WORLD if spread else None
 
     def on_gradient(self, param: Tensor, grad: Tensor) -> None:
         """See a gradient of one parameter, before any reduction; torch.autograd.grad() may have asked for it."""
@@ -135,7 +131,7 @@ class PlainObserver:
         Raises:
             RuntimeError: on all ranks, naming the parameters or arguments in which they differ.
         """
-        if not self._ranks_agree and self._group() is not None:
+        if not self._ranks_agree and world.group() is not None:
             require_agreement(
                 table_of_optimizer(optimizer, {}),
                 "torch's ZeroRedundancyOptimizer does not, and DeepSpeed ZeRO takes its place",
@@ -174,11 +170,11 @@ class PlainObserver:
     def has_bad(self, tensors: Sequence[Tensor]) -> bool:
         """Of any rank's chunks, or of what is in ``.grad``."""
         grads = [tensor.grad for tensor in tensors if tensor.grad is not None]
-        return any_rank_has_bad(self._norms, grads, self._group(), grads[0].device)
+        return any_rank_has_bad(self._norms, grads, world.group(), grads[0].device)
 
     def bad_gradients(self) -> list[BadGradient]:
         """Of all ranks."""
-        return gather_bad(self._norms, lambda param: self._layouts[param].layers[0].name, self._group())
+        return gather_bad(self._norms, lambda param: self._layouts[param].layers[0].name, world.group())
 
     def skip_step(self, on_bad_gradient: Callable[[], FloatingPointError | None]) -> None:
         """The window ends here."""

@@ -195,8 +195,9 @@ def _write_common(run: SavedRun, layers: Mapping[str, Any], folder: Path, *, cli
     model["module"] = {}
     for name in ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt"):
         torch.save(model, folder / name)
-    counted = [torch.load(folder / "zero" / name / "step.pt") for name, of in layers.items() if "step" in of["scalars"]]
-    base = {"state": {0: {"step": counted[0]}} if counted else {}, "param_groups": run.groups}
+    counted = next((name for name, of in layers.items() if "step" in of["scalars"]), None)
+    state = {} if counted is None else {0: {"step": torch.load(folder / "zero" / counted / "step.pt")}}
+    base = {"state": state, "param_groups": run.groups}
     common = run.common | {"param_groups": run.groups, "optimizer_state_dict": base}
     torch.save(common, folder / "zero" / "optimizer_state.pt")
 
