@@ -38,11 +38,13 @@ def whole_layers(optimizer: VROptimizer, shards: Mapping[Tensor, Tensor]) -> dic
     Ranks hold a layer's pieces in ascending order, so their pieces one behind the other are the layer.
     """
     mine: dict[str, Tensor] = {}
+    cut = False
     for tensor, values in shards.items():
         layout, flat = optimizer.observer.layout(tensor), values.flatten()
+        cut |= any(layer.groups for layer in layout.layers)
         for segment in layout.segments:
             mine[layout.layers[segment.layer].name] = flat[segment.start : segment.start + segment.numel].cpu()
-    if optimizer.observer.ranks.group is None:
+    if not cut:
         return mine
     everyone: list[Any] = [None] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(everyone, mine)

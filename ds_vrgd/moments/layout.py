@@ -22,10 +22,19 @@ SUM_DTYPE = torch.float64
 
 @dataclass(frozen=True)
 class Layer:
-    """One parameter tensor: its name and its number of elements on all ranks together."""
+    """One parameter tensor.
+
+    Attributes:
+        name: the parameter's.
+        numel: its elements, on all ranks together.
+        groups: process groups over which its elements are cut; summed over each of them in turn, the ranks' parts make
+            the layer (ZeRO's data-parallel group; with tensor parallelism, also that group for a split weight). Empty
+            where every rank holds it whole.
+    """
 
     name: str
     numel: int
+    groups: tuple[Any, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -76,8 +85,12 @@ class ShardLayout:
     @classmethod
     def whole(cls, name: str, numel: int) -> ShardLayout:
         """The layout of a tensor that is one layer, undivided."""
-        segments = (Segment(0, 0, numel),) if numel else ()
-        return cls((Layer(name, numel),), segments, numel)
+        return cls.part(Layer(name, numel), numel)
+
+    @classmethod
+    def part(cls, layer: Layer, numel: int) -> ShardLayout:
+        """The layout of a tensor that holds ``numel`` elements of one layer, and nothing else."""
+        return cls((layer,), (Segment(0, 0, numel),) if numel else (), numel)
 
     @cached_property
     def _is_one_layer(self) -> bool:
@@ -149,29 +162,6 @@ class ShardLayout:
         return table[layers].repeat_interleave(lengths, output_size=self.numel)
 
 
-@dataclass(frozen=True)
-class Ranks:
-    """The ranks over which layers are cut, and the device on which they can talk to each other.
-
-    ``group`` None means that every layer is whole on every rank, and that nobody needs to talk.
-    """
-
-    group: Any | None = None
-    device: torch.device | None = None
-
-    def sum(self, columns: Sequence[Tensor]) -> list[Tensor]:
-        """One-dimensional ``columns`` of one dtype and device summed over the ranks, in one all-reduce.
-
-        A collective: every rank calls it, with columns of the same lengths.
-        """
-        if self.group is None:
-            return list(columns)
-        together = torch.cat(list(columns))
-        travelling = together.to(self.device or together.device)
-        torch.distributed.all_reduce(travelling, group=self.group)
-        return list(travelling.to(together.device).split([len(column) for column in columns]))
-
-
 class LayerTable:
     """The layers of several shards side by side, so that one all-reduce serves them all.
 
@@ -182,6 +172,8 @@ class LayerTable:
     Attributes:
         names: of the layers, ``L`` of them.
         numels: ``(L,)``, elements of each layer on all ranks together.
+        cuts: by process group, in the order of the layers: which layers are cut over it, ``(at most L,)`` int64; None
+            for all of them.
     """
 
     def __init__(self, layouts: Sequence[ShardLayout], device: torch.device) -> None:
@@ -189,6 +181,10 @@ class LayerTable:
         layers = [layer for layout in self.layouts for layer in layout.layers]
         self.names = [layer.name for layer in layers]
         self.numels = torch.tensor([layer.numel for layer in layers], dtype=SUM_DTYPE, device=device)
+        self.cuts: dict[Any, Tensor | None] = {}
+        for group in dict.fromkeys(group for layer in layers for group in layer.groups):
+            cut = [place for place, layer in enumerate(layers) if group in layer.groups]
+            self.cuts[group] = None if len(cut) == len(layers) else torch.tensor(cut, device=device)
 
     def sums(self, flats: Sequence[Tensor], order: int) -> Tensor:
         """``(L,)``: this rank's part of the sums of ``|x| ** order``; ``flats`` holds one a shard."""
@@ -206,3 +202,45 @@ class LayerTable:
     def split(self, values: Tensor) -> list[Tensor]:
         """``(L,)`` cut into the layers of each shard."""
         return list(values.split([len(layout.layers) for layout in self.layouts]))
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """The ranks that step together, and the device on which they can talk to each other.
+
+    Attributes:
+        device: None where the tensors' own will do.
+        everyone: process group of all ranks that step together, whatever part of the model they hold; None where no
+            rank needs another one's part.
+    """
+
+    device: torch.device | None = None
+    everyone: Any | None = None
+
+    def sum(self, columns: Sequence[tuple[LayerTable, Tensor]]) -> list[Tensor]:
+        """Sums over whole layers: each column's entries are summed over the groups of their layers.
+
+        A collective: every rank of these groups calls it, with the same layers in the same order. One all-reduce a
+        group, so that there is one where all layers are cut over one group.
+
+        Args:
+            columns: ``(L,)`` each, of one dtype and device, and the table of the layers that they belong to.
+        """
+        totals = [column for _, column in columns]
+        for group in dict.fromkeys(group for table, _ in columns for group in table.cuts):
+            cut = [(place, table.cuts[group]) for place, (table, _) in enumerate(columns) if group in table.cuts]
+            parts = [totals[place] if index is None else totals[place][index] for place, index in cut]
+            summed = self._all_reduce(torch.cat(parts), group).split([len(part) for part in parts])
+            for (place, index), part in zip(cut, summed, strict=True):
+                totals[place] = part if index is None else totals[place].index_copy(0, index, part)
+        return totals
+
+    def sum_over_everyone(self, values: Tensor) -> Tensor:
+        """For verdicts that all ranks must share: what a model-parallel rank holds, too, counts once a rank."""
+        return values if self.everyone is None else self._all_reduce(values.clone(), self.everyone)
+
+    def _all_reduce(self, values: Tensor, group: Any) -> Tensor:
+        """Summed over ``group``, where ``values`` is, which may be overwritten."""
+        travelling = values.to(self.device or values.device)
+        torch.distributed.all_reduce(travelling, group=group)
+        return travelling.to(values.device)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,27 +18,34 @@ if TYPE_CHECKING:
 MOST_DIFFERENCES = 4
 
 
-def require_agreement(mine: Mapping[str, str], remark: str = "") -> None:
-    """Compare a table with those of the other ranks. A collective: one digest a rank, the tables if these differ.
+def require_agreement(mine: Mapping[str, str], remark: str = "", *, replicas: Sequence[int] | None = None) -> None:
+    """Compare a table with those of other ranks. A collective of all ranks: one digest a rank, tables if these differ.
 
     Args:
         mine: what is compared, by what it is called; the order counts.
         remark: what else the message says about the way out.
+        replicas: the ranks, this one among them, whose tables must be alike; None for all.
 
     Raises:
-        RuntimeError: on every rank, naming what differs, its values and their ranks.
+        RuntimeError: on every rank, whichever ranks differ, naming what differs, its values and their ranks.
     """
     world = torch.distributed.get_world_size()
     if world == 1:
         return
+    alike = tuple(range(world)) if replicas is None else tuple(sorted(replicas))
     digest = hashlib.sha256(repr(list(mine.items())).encode()).hexdigest()
     digests: list[Any] = [None] * world
-    torch.distributed.all_gather_object(digests, digest)
-    if len(set(digests)) == 1:
+    torch.distributed.all_gather_object(digests, (alike, digest))
+    if all(digests[rank][1] == digests[ranks[0]][1] for ranks, _ in digests for rank in ranks):
         return
     tables: list[Any] = [None] * world
     torch.distributed.all_gather_object(tables, dict(mine))
-    differences = list(_differences(tables))
+    differences = [
+        difference
+        for ranks in dict.fromkeys(ranks for ranks, _ in digests)
+        if len({digests[rank][1] for rank in ranks}) > 1
+        for difference in _differences({rank: tables[rank] for rank in ranks})
+    ]
     more = f"; and {len(differences) - MOST_DIFFERENCES} more" if len(differences) > MOST_DIFFERENCES else ""
     raise RuntimeError(
         f"the ranks differ in what they train: {'; '.join(differences[:MOST_DIFFERENCES])}{more}. Build the same model "
@@ -46,15 +53,16 @@ def require_agreement(mine: Mapping[str, str], remark: str = "") -> None:
     )
 
 
-def _differences(tables: list[Mapping[str, str]]) -> Iterable[str]:
-    names = {name: None for table in tables for name in table}
+def _differences(tables: Mapping[int, Mapping[str, str]]) -> Iterable[str]:
+    names = {name: None for table in tables.values() for name in table}
     for name in names:
         ranks: dict[str, list[int]] = {}
-        for rank, table in enumerate(tables):
+        for rank, table in tables.items():
             ranks.setdefault(table.get(name, "missing"), []).append(rank)
         if len(ranks) > 1:
             yield f"{name} is " + ", ".join(f"{value} on {_listed(where)}" for value, where in ranks.items())
-    if all(dict(table) == tables[0] for table in tables):
+    first, *others = tables.values()
+    if all(dict(table) == first for table in others):
         yield "the order of the parameters"
 
 
@@ -74,14 +82,21 @@ def table_of_params(named: Iterable[tuple[str, Tensor]]) -> dict[str, str]:
     }
 
 
-def table_of_optimizer(optimizer: VROptimizer, names: Mapping[Tensor, str]) -> dict[str, str]:
-    """Class, arguments, param groups and their parameters; those that ``names`` and the group lack go by number."""
+def table_of_arguments(optimizer: VROptimizer) -> dict[str, str]:
+    """Class, arguments and param groups, without their parameters: the same on every rank, whatever it holds."""
     table = {"the optimizer": type(optimizer).__name__} | {
         name: repr(getattr(optimizer, name)) for name in OF_THE_WHOLE
     }
     table["the number of param groups"] = str(len(optimizer.param_groups))
     for index, group in enumerate(optimizer.param_groups):
         table |= {f"{name} of param group {index}": _plain(group[name]) for name in optimizer.defaults if name in group}
+    return table
+
+
+def table_of_optimizer(optimizer: VROptimizer, names: Mapping[Tensor, str]) -> dict[str, str]:
+    """As :func:`table_of_arguments`, with the parameters; those that ``names`` and the group lack go by number."""
+    table = table_of_arguments(optimizer)
+    for index, group in enumerate(optimizer.param_groups):
         given = group.get("param_names") or [names.get(param) for param in group["params"]]
         for place, (name, param) in enumerate(zip(given, group["params"], strict=True)):
             ((label, value),) = table_of_params([(name or f"parameter {place} of param group {index}", param)]).items()

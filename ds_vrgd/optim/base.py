@@ -208,7 +208,7 @@ class VROptimizer(LayerSums, torch.optim.Optimizer):
                 shard.settle()
             self._update(shards)
         if self._counts:
-            self.sum_over_ranks([])
+            self.sum_over_ranks(None, [])
         self.observer.after_step()
 
     @property
@@ -304,7 +304,7 @@ class VROptimizer(LayerSums, torch.optim.Optimizer):
 
     def _note(self, table: LayerTable, raw: Tensor, square: Tensor, m2: Tensor) -> Tensor:
         """Sum this rank's columns over the ranks, and keep the statistics; returns the layers' mean raw ratio."""
-        raw_sum, square_sum, variance_sum = self.sum_over_ranks([raw, square, m2 / self._k])
+        raw_sum, square_sum, variance_sum = self.sum_over_ranks(table, [raw, square, m2 / self._k])
         layer_mean = raw_sum / table.numels
         if self._statistics_window != self.observer.window:
             self._statistics, self._statistics_window = [], self.observer.window

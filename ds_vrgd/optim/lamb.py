@@ -140,7 +140,7 @@ class VRLAMB(VROptimizer):
             lamb_advance(table.blocks, index, averaged, states[-1], partials, seed=seed, begins=begins)
         reduces = sources[0].m2 is not None
         weights, updates, *self._counts = sum_blocks(table.blocks, partials if reduces else partials[:2])
-        norms = [table.split(total.sqrt()) for total in self.sum_over_ranks([weights, updates])]
+        norms = [table.split(total.sqrt()) for total in self.sum_over_ranks(table, [weights, updates])]
         rates = torch.cat(
             [
                 shard.group["lr"] * trust_ratio(w, u, (w > 0) & (u > 0), shard.group)

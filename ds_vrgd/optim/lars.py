@@ -126,7 +126,7 @@ class VRLARS(VROptimizer):
             lars_norms(table.blocks, index, source, shard.tensor, partials)
         reduces = sources[0].m2 is not None
         weights, grads, *self._counts = sum_blocks(table.blocks, partials if reduces else partials[:2])
-        norms = [table.split(total.sqrt()) for total in self.sum_over_ranks([weights, grads])]
+        norms = [table.split(total.sqrt()) for total in self.sum_over_ranks(table, [weights, grads])]
         trust = torch.cat([self._trust(w, g, shard.group) for shard, w, g in zip(shards, *norms, strict=True)]).float()
         for index, (shard, source) in enumerate(zip(shards, sources, strict=True)):
             group = shard.group

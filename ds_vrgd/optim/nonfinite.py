@@ -41,7 +41,7 @@ def any_rank_has_bad(norms: ChunkNorms, grads: Sequence[Tensor], group: Any | No
     Args:
         norms: of this rank's chunks.
         grads: what ``step()`` was handed, without padding: another one than the chunks' if the caller has changed it.
-        group: of the data-parallel ranks; None for one process.
+        group: of all ranks that step together; None for one process.
         device: on which the ranks can talk to each other.
     """
     handed = ChunkNorms()

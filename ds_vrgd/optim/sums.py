@@ -35,9 +35,16 @@ class LayerSums:
             self._tables[key] = LayerTable(layouts, shards[0].tensor.device)
         return self._tables[key]
 
-    def sum_over_ranks(self, columns: Sequence[Tensor]) -> list[Tensor]:
-        """``columns`` summed over the ranks that share layers, in one all-reduce with the counts that wait."""
-        totals = self.observer.ranks.sum([*columns, *self._counts])
+    def sum_over_ranks(self, table: LayerTable | None, columns: Sequence[Tensor]) -> list[Tensor]:
+        """``columns`` summed over the ranks that share layers, together with the counts that wait.
+
+        Args:
+            table: their layers; may be None where there are no columns.
+            columns: ``(L,)`` each.
+        """
+        own = [(table, column) for column in columns] if table is not None else []
+        waiting = [(self._statistics[-1].table, count) for count in self._counts]
+        totals = self.observer.ranks.sum([*own, *waiting])
         if self._counts:
             self._statistics[-1].count(*totals[-2:])
             self._counts = []
@@ -55,7 +62,7 @@ class LayerSums:
         """
         table = self.table(shards)
         columns = [table.sums([tensor.flatten() for tensor in sequence], 2) for sequence in tensors]
-        return [table.split(total.sqrt()) for total in self.sum_over_ranks(columns)]
+        return [table.split(total.sqrt()) for total in self.sum_over_ranks(table, columns)]
 
     @property
     def layer_statistics(self) -> Sequence[LayerStatistics]:

@@ -20,7 +20,7 @@ def verify_direction(table: LayerTable, ranks: Ranks, handed: Sequence[Tensor], 
 
     Args:
         table: layers of the shards.
-        ranks: over which they are cut.
+        ranks: those that step together; each layer counts as often as it is held.
         handed: gradient of every shard.
         moments: of every shard.
 
@@ -36,7 +36,7 @@ def verify_direction(table: LayerTable, ranks: Ranks, handed: Sequence[Tensor], 
             run = slice(segment.start, segment.start + segment.numel)
             a, b = given.flatten()[run].to(SUM_DTYPE), mean[run].to(SUM_DTYPE)
             sums.append(torch.stack([a @ b, a @ a, b @ b]))
-    product, given_square, mean_square = ranks.sum([torch.stack(sums).sum(0)])[0].tolist()
+    product, given_square, mean_square = ranks.sum_over_everyone(torch.stack(sums).sum(0)).tolist()
     norms = math.sqrt(given_square * mean_square)
     if norms > 0 and product < SAME_DIRECTION * norms:
         raise RuntimeError(

@@ -34,7 +34,7 @@ def attach(engine: Engine) -> None:
     reduces = any(group["gamma"] < 1.0 for group in optimizer.param_groups)
     fused, why = choose_reduction(engine, optimizer.reduction) if reduces else (False, "gamma=1")
     holdings = holdings_of(engine, every_group=fused)
-    per_node = ranks_per_node(optimizer.ranks_per_node, engine.device) if holdings.routes else 1
+    per_node = ranks_per_node(optimizer.ranks_per_node, engine.device, holdings.group) if holdings.routes else 1
     observer = EngineObserver(engine, holdings, fused=fused, ranks_per_node=per_node, why=why)
     optimizer.observe(observer)
     guard_compile(engine)

@@ -22,6 +22,7 @@ from ds_vrgd.optim import VROptimizer
 from ds_vrgd.optim.nonfinite import BadGradient, any_rank_has_bad, gather_bad
 from ds_vrgd.optim.plain import norm_of_gradients
 from ds_vrgd.zero.fused import fuse
+from ds_vrgd.zero.groups import everyone
 from ds_vrgd.zero.scale import GradientScale
 from ds_vrgd.zero.wrappers import Holdings
 
@@ -73,7 +74,11 @@ class EngineObserver:
         self._norms = None if is_loss_scaled(engine) else ChunkNorms()
         # In fp32 without ZeRO the optimizer has the model's parameters, and their gradients are all there is.
         self._scale = None if engine.optimizer is engine.basic_optimizer else GradientScale(engine)
-        self.ranks = Ranks(holdings.group, engine.device)
+        # Verdicts, such as to skip a step, are taken by all ranks together; chunks are the data-parallel ranks'.
+        self._everyone = everyone(engine)
+        cut = any(layer.groups for layout in holdings.layouts.values() for layer in layout.layers)
+        spread = cut or self._everyone is not self._data_parallel
+        self.ranks = Ranks(engine.device, self._everyone if spread else None)
         self._whole: ReplicatedMoments | None = None
         self._cut: ShardedMoments | None = None
         if holdings.routes:
@@ -172,13 +177,13 @@ class EngineObserver:
         if self._scale is None or norm is None:
             # A shard's padding is uninitialised memory; whole tensors have none.
             grads = [tensor.grad for tensor in tensors if tensor.grad is not None and self._cut is None]
-            return any_rank_has_bad(self._norms, grads, self._data_parallel, self.ranks.device or tensors[0].device)
+            return any_rank_has_bad(self._norms, grads, self._everyone, self.ranks.device or tensors[0].device)
         norm = torch.as_tensor(norm)
         return bool(~torch.isfinite(norm) | (norm < 0))  # DeepSpeed marks what it rejects by -1
 
     def bad_gradients(self) -> list[BadGradient]:
         """Of all ranks."""
-        return gather_bad(self._norms, lambda param: str(self._names[param]), self._data_parallel)
+        return gather_bad(self._norms, lambda param: str(self._names[param]), self._everyone)
 
     def skip_step(self, on_bad_gradient: Callable[[], FloatingPointError | None]) -> None:
         """Have DeepSpeed count the step as skipped, as it does its own; the window's end says why."""

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from deepspeed.runtime.pipe.module import PipelineModule
 
 from ds_vrgd.optim import VROptimizer
-from ds_vrgd.optim.agreement import require_agreement, table_of_optimizer, table_of_params
+from ds_vrgd.optim.agreement import require_agreement, table_of_arguments, table_of_optimizer, table_of_params
+from ds_vrgd.zero.groups import replicas_of
 
 Engine = Any
 
@@ -28,24 +28,27 @@ def is_ours(engine: Engine, names: dict[str, type[VROptimizer]]) -> bool:
 def require_same_model(engine: Engine, model: torch.nn.Module) -> None:
     """Compare names, shapes, dtypes of the parameters and which are frozen, before DeepSpeed broadcasts them.
 
-    Only replicas are compared: pipeline stages and tensor-parallel shards differ, and are refused later.
-
     Raises:
-        RuntimeError: on every rank, naming what differs, where they do.
+        RuntimeError: on every rank, naming what differs, where ranks that should hold the same parameters do not.
     """
-    replicated = engine.mpu is None and engine.autotp_size() <= 1 and not isinstance(model, PipelineModule)
-    if replicated and torch.distributed.is_initialized():
-        require_agreement(table_of_params(model.named_parameters()) | _settings(engine))
+    if torch.distributed.is_initialized():
+        require_agreement(table_of_params(model.named_parameters()) | _settings(engine), replicas=replicas_of(engine))
 
 
 def require_same_optimizer(engine: Engine, optimizer: VROptimizer) -> None:
     """Compare the optimizer's arguments and param groups, before DeepSpeed builds its wrapper around them.
 
+    The arguments over all ranks, the parameters over those that should hold the same ones.
+
     Raises:
         RuntimeError: on every rank, naming what differs, where they do.
     """
-    if torch.distributed.is_initialized():
-        require_agreement(table_of_optimizer(optimizer, engine.param_names) | _settings(engine))
+    if not torch.distributed.is_initialized():
+        return
+    replicas, settings = replicas_of(engine), _settings(engine)
+    require_agreement(table_of_optimizer(optimizer, engine.param_names) | settings, replicas=replicas)
+    if replicas is not None:
+        require_agreement(table_of_arguments(optimizer) | settings)
 
 
 def _settings(engine: Engine) -> dict[str, str]:

@@ -3,33 +3,38 @@
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import torch
 
 
-def ranks_per_node(wanted: int | None, device: torch.device) -> int:
-    """Ranks that share a node; a collective.
+def ranks_per_node(wanted: int | None, device: torch.device, group: Any) -> int:
+    """Data-parallel ranks that share a node; a collective of all ranks.
 
     Args:
         wanted: the optimizer's argument; None to go by the launcher (LOCAL_WORLD_SIZE from torchrun, LOCAL_SIZE from
             DeepSpeed's).
         device: where the ranks can talk to each other.
+        group: process group of the data-parallel ranks: some of those on a node, where the model is cut, too.
 
     Returns:
-        ``wanted`` if it is given. The size of the world, so that there is one level, where the launcher says nothing
+        ``wanted`` if it is given. The size of ``group``, so that there is one level, where the launcher says nothing
         or where the nodes are not equal.
 
     Raises:
         ValueError: ``wanted`` differs between the ranks.
     """
-    world = torch.distributed.get_world_size()
-    told = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE")
-    here = wanted or int(told or world)
+    world, size = torch.distributed.get_world_size(), torch.distributed.get_world_size(group)
+    told = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or world)
+    nodes = [rank // told for rank in torch.distributed.get_process_group_ranks(group)]
+    own = nodes.count(nodes[0])
+    in_a_row = world % told == 0 and nodes == sorted(nodes) and {nodes.count(node) for node in nodes} == {own}
+    here = wanted or (own if in_a_row else size)
     extremes = torch.tensor([here, -here], device=device)
     torch.distributed.all_reduce(extremes, op=torch.distributed.ReduceOp.MAX)
     most, minus_least = extremes.tolist()
-    if most == -minus_least and (wanted or world % here == 0):
+    if most == -minus_least:
         return here
     if wanted:
         raise ValueError(f"ranks_per_node is {-minus_least} on one rank and {most} on another: give all the same")
-    return world
+    return size

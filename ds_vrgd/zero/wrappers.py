@@ -17,8 +17,9 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import Tensor
 
-from ds_vrgd.moments import Layer, Route, Segment, ShardLayout
+from ds_vrgd.moments import Route, Segment, ShardLayout
 from ds_vrgd.zero.compat import end_to_end, flat_offsets
+from ds_vrgd.zero.groups import Layers
 
 Engine = Any
 Choice = Callable[[dict[str, Any]], bool]
@@ -30,7 +31,7 @@ class Holdings:
 
     Attributes:
         layouts: of every tensor that ``step()`` will be called with.
-        group: process group over which the layers are cut; None where every rank holds them whole.
+        group: process group over which the optimizer wrapper cuts the layers; None where it keeps them whole.
         routes: for cut layers, where each observed parameter's elements are owned.
         copies: for whole layers, the observed parameter behind each optimizer tensor.
     """
@@ -82,10 +83,10 @@ def _observed(group: dict[str, Any]) -> bool:
 
 def _unwrapped(engine: Engine) -> Holdings:
     """Stage 0 in fp32: the optimizer has the model's own parameters."""
-    held = Holdings()
+    held, layers = Holdings(), Layers(engine)
     for group in engine.basic_optimizer.param_groups:
         for param in group["params"]:
-            held.layouts[param] = ShardLayout.whole(engine.param_names.get(param, "unnamed"), param.numel())
+            held.layouts[param] = ShardLayout.part(layers.of(param), param.numel())
             if _observed(group) and param.requires_grad:
                 held.copies[param] = param
     return held
@@ -93,11 +94,11 @@ def _unwrapped(engine: Engine) -> Holdings:
 
 def _unfused(engine: Engine, chosen: Choice) -> Holdings:
     """Stage 0 in bf16: the optimizer has an fp32 copy of each parameter."""
-    held, wrapper = Holdings(), engine.optimizer
+    held, layers, wrapper = Holdings(), Layers(engine), engine.optimizer
     groups = zip(wrapper.optimizer.param_groups, wrapper.fp16_groups, wrapper.fp32_groups, strict=True)
     for group, params, copies in groups:
         for param, copy in zip(params, copies, strict=True):
-            held.layouts[copy] = ShardLayout.whole(engine.param_names[param], param.numel())
+            held.layouts[copy] = ShardLayout.part(layers.of(param), param.numel())
             if chosen(group):
                 held.copies[copy] = param
     return held
@@ -105,51 +106,59 @@ def _unfused(engine: Engine, chosen: Choice) -> Holdings:
 
 def _bf16(engine: Engine, chosen: Choice) -> Holdings:
     """Stage 1 in bf16 with fp32 accumulation: parameters end to end in one flat buffer a group."""
-    wrapper = engine.optimizer
+    wrapper, layers = engine.optimizer, Layers(engine)
     held = Holdings(group=wrapper.real_dp_process_group[0])
-    groups = zip(wrapper.optimizer.param_groups, wrapper.bf16_groups, wrapper.fp32_groups_flat_partition, strict=True)
-    for group, params, shard in groups:
-        _add_flat_group(held, engine, chosen(group), params, end_to_end(params), shard)
+    groups = zip(
+        wrapper.optimizer.param_groups,
+        wrapper.bf16_groups,
+        wrapper.fp32_groups_flat_partition,
+        wrapper.real_dp_process_group,
+        strict=True,
+    )
+    for group, params, shard, partition in groups:
+        _add_flat_group(held, layers, partition, chosen(group), params, end_to_end(params), shard)
     return held
 
 
 def _stages_1_and_2(engine: Engine, chosen: Choice) -> Holdings:
     """Stages 1 and 2: parameters in the order of ``round_robin_bit16_groups``, perhaps with gaps between them."""
-    wrapper = engine.optimizer
+    wrapper, layers = engine.optimizer, Layers(engine)
     held = Holdings(group=wrapper.real_dp_process_group[0])
     groups = zip(
         wrapper.optimizer.param_groups,
         wrapper.round_robin_bit16_groups,
         flat_offsets(wrapper),
         wrapper.single_partition_of_fp32_groups,
+        wrapper.real_dp_process_group,
         strict=True,
     )
-    for group, params, offsets, shard in groups:
-        _add_flat_group(held, engine, chosen(group), params, offsets, shard)
+    for group, params, offsets, shard, partition in groups:
+        _add_flat_group(held, layers, partition, chosen(group), params, offsets, shard)
     return held
 
 
 def _add_flat_group(
     held: Holdings,
-    engine: Engine,
+    layers: Layers,
+    partition: Any,
     routed: bool,
     params: Sequence[Tensor],
     offsets: Sequence[int],
     shard: Tensor,
 ) -> None:
     """A flat buffer that is cut into one equal shard a rank, without regard for the parameters in it."""
-    rank, size = torch.distributed.get_rank(held.group), shard.numel()
+    rank, size = torch.distributed.get_rank(partition), shard.numel()
+    of_shard = tuple(layers.of(param, partition) for param in params)
     segments = []
     for index, (param, offset) in enumerate(zip(params, offsets, strict=True)):
         begin, end = max(offset, rank * size), min(offset + param.numel(), (rank + 1) * size)
         if begin < end:
             segments.append(Segment(index, begin - rank * size, end - begin, begin - offset))
         if routed:
-            name = engine.param_names[param]
+            name = of_shard[index].name
             runs, place = _runs_across(offset, param.numel(), size), len(held.routes)
             held.routes.append(Route(param, name, param.numel(), runs, shard, begin - rank * size, place=place))
-    layers = tuple(Layer(engine.param_names[param], param.numel()) for param in params)
-    held.layouts[shard] = ShardLayout(layers, tuple(segments), size)
+    held.layouts[shard] = ShardLayout(of_shard, tuple(segments), size)
 
 
 def _runs_across(offset: int, numel: int, size: int) -> tuple[tuple[int, int], ...]:
@@ -165,7 +174,7 @@ def _runs_across(offset: int, numel: int, size: int) -> tuple[tuple[int, int], .
 
 def _stage_3(engine: Engine, chosen: Choice) -> Holdings:
     """Stage 3: every parameter cut into equal slots over all ranks; the tail of the last is uninitialised memory."""
-    wrapper = engine.optimizer
+    wrapper, layers = engine.optimizer, Layers(engine)
     held = Holdings(group=wrapper.dp_process_group)
     rank, ranks = torch.distributed.get_rank(held.group), torch.distributed.get_world_size(held.group)
     for sub_group, (params, shard) in enumerate(
@@ -182,8 +191,8 @@ def _stage_3(engine: Engine, chosen: Choice) -> Holdings:
             if chosen(group):
                 name, place = engine.param_names[param], len(held.routes)
                 held.routes.append(Route(param, name, param.ds_numel, runs, shard, start, slot=slot, place=place))
-        layers = tuple(Layer(engine.param_names[param], param.ds_numel) for param in params)
-        held.layouts[shard] = ShardLayout(layers, tuple(segments), shard.numel())
+        of_shard = tuple(layers.of(param, held.group) for param in params)
+        held.layouts[shard] = ShardLayout(of_shard, tuple(segments), shard.numel())
     return held
 
 

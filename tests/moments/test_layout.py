@@ -90,6 +90,43 @@ def test_table_puts_shards_side_by_side() -> None:
         table.sums([FLAT], 1)
 
 
-def test_ranks_without_a_group_need_not_talk() -> None:
-    columns = [torch.tensor([1.0, 2.0]), torch.tensor([3.0])]
-    assert [column.tolist() for column in Ranks().sum(columns)] == [[1.0, 2.0], [3.0]]
+def test_layers_that_every_rank_holds_whole_need_no_talk() -> None:
+    table = LayerTable([LAYOUT], torch.device("cpu"))
+    columns = [torch.tensor([1.0, 2.0, 3.0]), torch.tensor([4.0, 5.0, 6.0])]
+    assert Ranks().sum([(table, column) for column in columns]) == columns
+
+
+@pytest.fixture
+def reduced(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, list[float]]]:
+    """What was all-reduced over which group, of as many ranks as its name is long, which all hold the same."""
+    calls: list[tuple[str, list[float]]] = []
+
+    def all_reduce(values: torch.Tensor, group: str) -> None:
+        calls.append((group, values.tolist()))
+        values.mul_(len(group))
+
+    monkeypatch.setattr(torch.distributed, "all_reduce", all_reduce)
+    return calls
+
+
+def cut(*groups: tuple[str, ...]) -> LayerTable:
+    layers = tuple(Layer(str(place), 1, cuts) for place, cuts in enumerate(groups))
+    return LayerTable([ShardLayout(layers, (), 0)], torch.device("cpu"))
+
+
+def test_layers_cut_over_one_group_are_summed_in_one_all_reduce(reduced: list[tuple[str, list[float]]]) -> None:
+    table, other = cut(("dp",), ("dp",)), cut(("dp",))
+    one, two, three = torch.tensor([1.0, 2.0]), torch.tensor([3.0, 4.0]), torch.tensor([5.0])
+    totals = Ranks().sum([(table, one), (table, two), (other, three)])
+    assert [total.tolist() for total in totals] == [[2.0, 4.0], [6.0, 8.0], [10.0]]
+    assert reduced == [("dp", [1.0, 2.0, 3.0, 4.0, 5.0])]
+    assert one.tolist() == [1.0, 2.0]
+
+
+def test_each_layer_is_summed_over_its_own_groups(reduced: list[tuple[str, list[float]]]) -> None:
+    table, other = cut(("dp",), ("dp", "tpp"), (), ("exper",)), cut(("tpp",), ())
+    one, two = torch.tensor([1.0, 2.0, 3.0, 4.0]), torch.tensor([5.0, 6.0])
+    totals = Ranks().sum([(table, one), (other, two)])
+    assert [total.tolist() for total in totals] == [[2.0, 12.0, 3.0, 20.0], [15.0, 6.0]]
+    assert reduced == [("dp", [1.0, 2.0]), ("tpp", [4.0, 5.0]), ("exper", [4.0])]
+    assert (one.tolist(), two.tolist()) == ([1.0, 2.0, 3.0, 4.0], [5.0, 6.0])

@@ -1,0 +1,78 @@
+"""Which ranks hold the same parameters, which hold parts of one, and which step together."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from deepspeed.runtime.utils import is_model_parallel_parameter
+from deepspeed.utils.bwc import bwc_tensor_model_parallel_group
+from torch import Tensor
+
+from ds_vrgd.moments import Layer
+
+Engine = Any
+
+
+def everyone(engine: Engine) -> Any:
+    """Process group of all ranks that step together: DeepSpeed's own where the model is only replicated."""
+    group = engine.seq_data_parallel_group
+    alone = torch.distributed.get_world_size(group) == torch.distributed.get_world_size()
+    return group if alone else torch.distributed.group.WORLD
+
+
+def tensor_parallel_group(engine: Engine) -> Any | None:
+    """Process group over which split weights are cut; None without tensor parallelism."""
+    mpu = engine.mpu
+    if mpu is None or hasattr(mpu, "initialize_sequence_parallel"):
+        return None
+    group = bwc_tensor_model_parallel_group(mpu)
+    return group if group is not None and torch.distributed.get_world_size(group) > 1 else None
+
+
+def is_split(param: Tensor) -> bool:
+    """Whether a weight is marked as cut over the tensor-parallel group, as Megatron and AutoTP mark them."""
+    return bool(is_model_parallel_parameter(param))
+
+
+class Layers:
+    """Makes the layers of an engine's parameters. A collective of the tensor-parallel ranks.
+
+    Args:
+        engine: the engine, built.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._names = engine.param_names
+        self._group = tensor_parallel_group(engine)
+        self._numels: dict[Tensor, int] = {}
+        split = [param for param in self._names if self._group is not None and is_split(param)]
+        if split:
+            numels = torch.tensor([numel_of(param) for param in split], device=engine.device)
+            torch.distributed.all_reduce(numels, group=self._group)
+            self._numels = dict(zip(split, numels.tolist(), strict=True))
+
+    def of(self, param: Tensor, partition: Any | None = None) -> Layer:
+        """The logical tensor that ``param`` is, or is a part of.
+
+        Args:
+            param: of the model.
+            partition: process group over which the optimizer wrapper cuts it; None where it keeps it whole.
+        """
+        split = self._group if param in self._numels else None
+        groups = tuple(group for group in (partition, split) if group is not None)
+        return Layer(self._names.get(param, "unnamed"), self._numels.get(param, numel_of(param)), groups)
+
+
+def numel_of(param: Tensor) -> int:
+    """Elements of a parameter on the ranks over which ZeRO cuts it together."""
+    return int(getattr(param, "ds_numel", param.numel()))
+
+
+def replicas_of(engine: Engine) -> list[int] | None:
+    """Global ranks that hold the same parameters as this one; None for all. Also while the engine is being built."""
+    mpu = engine.mpu
+    if mpu is None:
+        return None
+    group = getattr(mpu, "get_sequence_data_parallel_group", mpu.get_data_parallel_group)()
+    return list(torch.distributed.get_process_group_ranks(group))
