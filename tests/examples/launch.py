@@ -1,0 +1,42 @@
+"""Run an example as its first lines say, on CPU ranks."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+TIMEOUT_S = 300
+
+
+def run_example(name: str, ranks: int = 2) -> str:
+    """What ``examples/<name>.py`` prints under DeepSpeed's launcher, or by itself with ``ranks=1``."""
+    command = [sys.executable]
+    if ranks > 1:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = str(probe.getsockname()[1])
+        command += ["-m", "deepspeed.launcher.runner", "--num_gpus", str(ranks), "--master_port", port]
+    environment = os.environ | {"DS_ACCELERATOR": "cpu", "LOCAL_SIZE": str(ranks), "OMP_NUM_THREADS": "1"}
+    run = subprocess.run(
+        [*command, f"examples/{name}.py"],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        check=False,
+    )
+    assert run.returncode == 0, run.stdout + run.stderr
+    return run.stdout
+
+
+def losses(printed: str) -> tuple[float, float]:
+    """The loss at the end, and that of byte frequencies alone: every example prints both."""
+    found = re.search(r"loss (\d+\.\d+) \(byte frequencies alone: (\d+\.\d+)\)", printed)
+    assert found is not None, printed
+    return float(found[1]), float(found[2])
