@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ds_vrgd.optim import VROptimizer
-from ds_vrgd.zero.observer import observer_of
+from ds_vrgd.zero.observer import EngineObserver, observer_of
 
 Engine = Any
 
@@ -35,19 +35,20 @@ def master_weights(engine: Engine) -> dict[str, Tensor]:
 def whole_layers(optimizer: VROptimizer, shards: Mapping[Tensor, Tensor]) -> dict[str, Tensor]:
     """Layers from shard-shaped tensors, by the optimizer tensor that they belong to; a collective.
 
-    Ranks hold a layer's pieces in ascending order, so their pieces one behind the other are the layer.
+    Ranks hold a layer's pieces in ascending order, so their pieces one behind the other are the layer; under tensor
+    parallelism, this rank's part of it.
     """
     mine: dict[str, Tensor] = {}
-    cut = False
+    observer = optimizer.observer
+    assert isinstance(observer, EngineObserver)
     for tensor, values in shards.items():
-        layout, flat = optimizer.observer.layout(tensor), values.flatten()
-        cut |= any(layer.groups for layer in layout.layers)
+        layout, flat = observer.layout(tensor), values.flatten()
         for segment in layout.segments:
             mine[layout.layers[segment.layer].name] = flat[segment.start : segment.start + segment.numel].cpu()
-    if not cut:
+    if observer.partition is None:
         return mine
-    everyone: list[Any] = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(everyone, mine)
+    everyone: list[Any] = [None] * torch.distributed.get_world_size(observer.partition)
+    torch.distributed.all_gather_object(everyone, mine, group=observer.partition)
     names = {name: None for pieces in everyone for name in pieces}
     return {name: torch.cat([pieces[name] for pieces in everyone if name in pieces]) for name in names}
 

@@ -30,11 +30,14 @@ class Layer:
         groups: process groups over which its elements are cut; summed over each of them in turn, the ranks' parts make
             the layer (ZeRO's data-parallel group; with tensor parallelism, also that group for a split weight). Empty
             where every rank holds it whole.
+        counted: whether this rank's part counts in a sum over the whole model; False for a copy of which another
+            model-parallel rank counts the twin.
     """
 
     name: str
     numel: int
     groups: tuple[Any, ...] = ()
+    counted: bool = True
 
 
 @dataclass(frozen=True)

@@ -71,13 +71,12 @@ def _listed(ranks: list[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {shown}"
 
 
-def table_of_params(named: Iterable[tuple[str, Tensor]]) -> dict[str, str]:
+def table_of_params(named: Iterable[tuple[str, Tensor]], *, shapes: bool = True) -> dict[str, str]:
     """Name, dtype, shape of parameters, and whether they are trained; whole, where ZeRO-3 has cut them."""
     return {
-        f"'{name}'": (
-            f"{str(param.dtype).removeprefix('torch.')} {tuple(getattr(param, 'ds_shape', param.shape))}"
-            f"{'' if param.requires_grad else ', frozen'}"
-        )
+        f"'{name}'": str(param.dtype).removeprefix("torch.")
+        + (f" {tuple(getattr(param, 'ds_shape', param.shape))}" if shapes else f" of {param.dim()} dimensions")
+        + ("" if param.requires_grad else ", frozen")
         for name, param in named
     }
 
@@ -93,13 +92,14 @@ def table_of_arguments(optimizer: VROptimizer) -> dict[str, str]:
     return table
 
 
-def table_of_optimizer(optimizer: VROptimizer, names: Mapping[Tensor, str]) -> dict[str, str]:
+def table_of_optimizer(optimizer: VROptimizer, names: Mapping[Tensor, str], *, shapes: bool = True) -> dict[str, str]:
     """As :func:`table_of_arguments`, with the parameters; those that ``names`` and the group lack go by number."""
     table = table_of_arguments(optimizer)
     for index, group in enumerate(optimizer.param_groups):
         given = group.get("param_names") or [names.get(param) for param in group["params"]]
         for place, (name, param) in enumerate(zip(given, group["params"], strict=True)):
-            ((label, value),) = table_of_params([(name or f"parameter {place} of param group {index}", param)]).items()
+            label = name or f"parameter {place} of param group {index}"
+            ((label, value),) = table_of_params([(label, param)], shapes=shapes).items()
             table[label] = f"{value}, number {place} of param group {index}"
     return table
 

@@ -218,7 +218,7 @@ class PlainObserver:
 
     def grad_norm(self, tensors: Sequence[Tensor]) -> Tensor:
         """2-norm over ``tensors``' gradients, which are the whole model here."""
-        return norm_of_gradients(tensors)
+        return norm_of_gradients(tensors, tensors[0].device)
 
     def after_step(self) -> None:
         """The window ends with the step."""
@@ -228,10 +228,11 @@ class PlainObserver:
             self._moments.reset()
 
 
-def norm_of_gradients(tensors: Sequence[Tensor]) -> Tensor:
-    """2-norm over the gradients of ``tensors``, each of them whole."""
+def norm_of_gradients(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
+    """2-norm over the gradients of ``tensors``, a scalar on ``device``, where they are; 0 of none."""
     norms = [torch.linalg.vector_norm(tensor.grad, dtype=SUM_DTYPE) for tensor in tensors if tensor.grad is not None]
-    norm: Tensor = torch.linalg.vector_norm(torch.stack(norms))
+    none = torch.zeros((), dtype=SUM_DTYPE, device=device)
+    norm: Tensor = torch.linalg.vector_norm(torch.stack([none, *norms]))
     return norm
 
 

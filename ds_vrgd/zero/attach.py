@@ -13,10 +13,14 @@ from ds_vrgd.zero.fused import unfit
 from ds_vrgd.zero.observer import EngineObserver
 from ds_vrgd.zero.refusals import guard_compile
 from ds_vrgd.zero.restore import load_instead
+from ds_vrgd.zero.tensor_parallel import unmarked_splits
 from ds_vrgd.zero.topology import ranks_per_node
 from ds_vrgd.zero.wrappers import holdings_of
 
 Engine = Any
+
+# Weights that a warning names.
+MOST_NAMES = 4
 
 
 def attach(engine: Engine) -> None:
@@ -34,6 +38,7 @@ def attach(engine: Engine) -> None:
     reduces = any(group["gamma"] < 1.0 for group in optimizer.param_groups)
     fused, why = choose_reduction(engine, optimizer.reduction) if reduces else (False, "gamma=1")
     holdings = holdings_of(engine, every_group=fused)
+    _warn_of_unmarked(engine, type(optimizer).__name__)
     per_node = ranks_per_node(optimizer.ranks_per_node, engine.device, holdings.group) if holdings.routes else 1
     observer = EngineObserver(engine, holdings, fused=fused, ranks_per_node=per_node, why=why)
     optimizer.observe(observer)
@@ -72,6 +77,18 @@ def choose_reduction(engine: Engine, wanted: str) -> tuple[bool, str]:
     if wanted == "fused":
         raise ValueError(f'reduction="fused" cannot serve this configuration: {reason}; or set reduction to "auto".')
     return False, reason
+
+
+def _warn_of_unmarked(engine: Engine, optimizer: str) -> None:
+    unmarked = unmarked_splits(engine)
+    if unmarked and engine.global_rank == 0:
+        shown = ", ".join(f"'{name}'" for name in unmarked[:MOST_NAMES])
+        logger.warning(
+            f"{optimizer}: {len(unmarked)} weights differ between tensor-parallel ranks and are not marked as split: "
+            f"{shown}{', ...' if len(unmarked) > MOST_NAMES else ''}. Each rank's is taken for a layer of its own, and "
+            "DeepSpeed counts the first rank's alone in the norm of the gradient. Set tensor_model_parallel=True on "
+            "parts of one weight, before deepspeed.initialize; give copies of one weight the same values."
+        )
 
 
 class WindowEnd:

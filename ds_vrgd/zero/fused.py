@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import Tensor
 
-from ds_vrgd.moments import ShardedMoments
+from ds_vrgd.moments import ShardedMoments, ShardLayout
 from ds_vrgd.zero.compat import GradPartitionBufferGroup, too_old_to_fuse
 
 Engine = Any
@@ -48,10 +48,13 @@ class _Fused:
 
     exchange: ShardedMoments
     _published: bool
+    _counted: list[tuple[Tensor, int, int]] | None
 
-    def _set_up(self, exchange: ShardedMoments) -> None:
+    def _set_up(self, exchange: ShardedMoments, layouts: Mapping[Tensor, ShardLayout]) -> None:
         self.exchange = exchange
         self._published = False
+        all_count = all(layer.counted for layout in layouts.values() for layer in layout.layers)
+        self._counted = None if all_count else list(_counted_runs(layouts))
 
     def _take(self, param: Tensor) -> None:
         """Move a finished gradient from the parameter to the exchange."""
@@ -97,11 +100,20 @@ class _Fused:
         return [self.exchange.moments(shard).total for shard in self._shards()]
 
     def _norm(self) -> Tensor:
-        """2-norm of the gradient over all shards of all ranks, still with the loss scale; one all-reduce."""
-        square = torch.stack(torch._foreach_norm(self._totals())).square().sum()
+        """2-norm of the gradient over the whole model, still with the loss scale; an all-reduce, or two."""
+        square = torch.stack(torch._foreach_norm(self._parts())).square().sum()
         torch.distributed.all_reduce(square, group=self.dp_process_group)  # type: ignore[attr-defined]
+        self._model_parallel_all_reduce(square, torch.distributed.ReduceOp.SUM)  # type: ignore[attr-defined]
         norm = square.sqrt()
         return torch.where(torch.isfinite(norm), norm, INVALID_NORM)
+
+    def _parts(self) -> list[Tensor]:
+        """What this rank counts of the gradient: all, or no copy that another model-parallel rank counts."""
+        if self._counted is None:
+            return self._totals()
+        totals = {shard: self.exchange.moments(shard).total for shard in self._shards()}
+        none = [total[:0] for total in totals.values()]
+        return none[:1] + [totals[shard].narrow(0, start, numel) for shard, start, numel in self._counted]
 
     def _is_finite(self) -> Tensor:
         """Whether every element of this rank's gradient is: a scalar."""
@@ -112,8 +124,8 @@ class _Fused:
 class FusedZeroOptimizer(_Fused, DeepSpeedZeroOptimizer):  # type: ignore[misc]
     """Stages 1 and 2. Stage 1 exchanges in every micro-batch, too: otherwise the chunks could not be told apart."""
 
-    def _set_up(self, exchange: ShardedMoments) -> None:
-        super()._set_up(exchange)
+    def _set_up(self, exchange: ShardedMoments, layouts: Mapping[Tensor, ShardLayout]) -> None:
+        super()._set_up(exchange, layouts)
         self._pieces = [self._build_compact_grad_partition_buffer(i)._view_specs for i in range(len(self.bit16_groups))]
 
     def _shards(self) -> Sequence[Tensor]:
@@ -199,6 +211,7 @@ class FusedZeroOptimizerStage3(_Fused, DeepSpeedZeroOptimizer_Stage3):  # type: 
         """On any rank."""
         overflow = self._is_finite().logical_not().to(torch.uint8)
         torch.distributed.all_reduce(overflow, op=torch.distributed.ReduceOp.MAX, group=self.dp_process_group)
+        self._model_parallel_all_reduce(overflow, torch.distributed.ReduceOp.MAX)
         return bool(overflow.item())
 
     @replaces
@@ -238,10 +251,24 @@ FUSED: dict[type, type[_Fused]] = {
 }
 
 
-def fuse(wrapper: Any, exchange: ShardedMoments) -> None:
-    """Let ``exchange`` take the place of the reduction in an engine's ZeRO wrapper that :func:`unfit` has passed."""
+def _counted_runs(layouts: Mapping[Tensor, ShardLayout]) -> Iterator[tuple[Tensor, int, int]]:
+    """(shard, start, elements) of this rank's runs of the layers that it counts."""
+    for shard, layout in layouts.items():
+        for segment in layout.segments:
+            if layout.layers[segment.layer].counted:
+                yield shard, segment.start, segment.numel
+
+
+def fuse(wrapper: Any, exchange: ShardedMoments, layouts: Mapping[Tensor, ShardLayout]) -> None:
+    """Let ``exchange`` take the place of the reduction in an engine's ZeRO wrapper that :func:`unfit` has passed.
+
+    Args:
+        wrapper: the engine's.
+        exchange: takes its gradients.
+        layouts: of the wrapper's shards.
+    """
     wrapper.__class__ = FUSED[type(wrapper)]
-    wrapper._set_up(exchange)
+    wrapper._set_up(exchange, layouts)
 
 
 def unfit(engine: Engine) -> str | None:

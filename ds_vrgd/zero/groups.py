@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from deepspeed.runtime.constants import PIPE_REPLICATED
 from deepspeed.runtime.utils import is_model_parallel_parameter
 from deepspeed.utils.bwc import bwc_tensor_model_parallel_group
 from torch import Tensor
@@ -22,12 +23,18 @@ def everyone(engine: Engine) -> Any:
 
 
 def tensor_parallel_group(engine: Engine) -> Any | None:
-    """Process group over which split weights are cut; None without tensor parallelism."""
+    """Process group over which split weights are cut; None without tensor parallelism. Also while the engine is built.
+
+    DeepSpeed's module for sequence parallelism is an mpu, too, of ranks that all hold the same weights.
+    """
     mpu = engine.mpu
-    if mpu is None or hasattr(mpu, "initialize_sequence_parallel"):
-        return None
-    group = bwc_tensor_model_parallel_group(mpu)
+    group = None if hasattr(mpu, "initialize_sequence_parallel") else bwc_tensor_model_parallel_group(mpu)
     return group if group is not None and torch.distributed.get_world_size(group) > 1 else None
+
+
+def model_parallel_group(engine: Engine) -> Any | None:
+    """Process group of the ranks that hold one copy of the model together; None where every rank holds one."""
+    return engine.mpu.get_model_parallel_group() if engine.mp_world_size > 1 else None
 
 
 def is_split(param: Tensor) -> bool:
@@ -45,6 +52,7 @@ class Layers:
     def __init__(self, engine: Engine) -> None:
         self._names = engine.param_names
         self._group = tensor_parallel_group(engine)
+        self._is_first = self._group is None or torch.distributed.get_rank(self._group) == 0
         self._numels: dict[Tensor, int] = {}
         split = [param for param in self._names if self._group is not None and is_split(param)]
         if split:
@@ -61,7 +69,12 @@ class Layers:
         """
         split = self._group if param in self._numels else None
         groups = tuple(group for group in (partition, split) if group is not None)
-        return Layer(self._names.get(param, "unnamed"), self._numels.get(param, numel_of(param)), groups)
+        name, numel = self._names.get(param, "unnamed"), self._numels.get(param, numel_of(param))
+        return Layer(name, numel, groups, self._counts(param))
+
+    def _counts(self, param: Tensor) -> bool:
+        """DeepSpeed's rule: split weights count on every tensor-parallel rank, copies on the first alone."""
+        return (self._is_first or param in self._numels) and not getattr(param, PIPE_REPLICATED, False)
 
 
 def numel_of(param: Tensor) -> int:

@@ -22,7 +22,7 @@ from ds_vrgd.optim import VROptimizer
 from ds_vrgd.optim.nonfinite import BadGradient, any_rank_has_bad, gather_bad
 from ds_vrgd.optim.plain import norm_of_gradients
 from ds_vrgd.zero.fused import fuse
-from ds_vrgd.zero.groups import everyone
+from ds_vrgd.zero.groups import everyone, model_parallel_group
 from ds_vrgd.zero.scale import GradientScale
 from ds_vrgd.zero.wrappers import Holdings
 
@@ -76,6 +76,7 @@ class EngineObserver:
         self._scale = None if engine.optimizer is engine.basic_optimizer else GradientScale(engine)
         # Verdicts, such as to skip a step, are taken by all ranks together; chunks are the data-parallel ranks'.
         self._everyone = everyone(engine)
+        self._model_parallel = model_parallel_group(engine)
         cut = any(layer.groups for layout in holdings.layouts.values() for layer in layout.layers)
         spread = cut or self._everyone is not self._data_parallel
         self.ranks = Ranks(engine.device, self._everyone if spread else None)
@@ -89,7 +90,7 @@ class EngineObserver:
             nodes = NodeGroups.build(holdings.group, ranks_per_node)
             self._cut = ShardedMoments(routes, holdings.group, bucket, nodes=nodes, norms=self._norms)
             if fused:
-                fuse(engine.optimizer, self._cut)
+                fuse(engine.optimizer, self._cut, holdings.layouts)
             else:
                 self._hook([route.param for route in routes], self._cut)
         if holdings.copies:
@@ -148,6 +149,11 @@ class EngineObserver:
         self._micro_batches = 0
         if self._moments is not None:
             self._moments.reset()
+
+    @property
+    def partition(self) -> Any | None:
+        """Process group over which the optimizer wrapper cuts the parameters; None where it keeps them whole."""
+        return self._holdings.group
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -217,7 +223,12 @@ class EngineObserver:
     def grad_norm(self, tensors: Sequence[Tensor]) -> Tensor:
         """2-norm of the clipped mean gradient over the whole model."""
         if self._scale is None:
-            return norm_of_gradients(tensors)
+            counted = [tensor for tensor in tensors if self.layout(tensor).layers[0].counted]
+            norm = norm_of_gradients(counted, tensors[0].device)
+            if self._model_parallel is not None:
+                torch.distributed.all_reduce(norm.square_(), group=self._model_parallel)
+                norm.sqrt_()
+            return norm
         device = tensors[0].device
         return (self._scale.norm(device) * self._scale.clipping(device)).to(SUM_DTYPE)
 

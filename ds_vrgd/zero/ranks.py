@@ -8,7 +8,7 @@ import torch
 
 from ds_vrgd.optim import VROptimizer
 from ds_vrgd.optim.agreement import require_agreement, table_of_arguments, table_of_optimizer, table_of_params
-from ds_vrgd.zero.groups import replicas_of
+from ds_vrgd.zero.groups import replicas_of, tensor_parallel_group
 
 Engine = Any
 
@@ -38,7 +38,8 @@ def require_same_model(engine: Engine, model: torch.nn.Module) -> None:
 def require_same_optimizer(engine: Engine, optimizer: VROptimizer) -> None:
     """Compare the optimizer's arguments and param groups, before DeepSpeed builds its wrapper around them.
 
-    The arguments over all ranks, the parameters over those that should hold the same ones.
+    The arguments over all ranks, the parameters over those that should hold the same ones; over those that should hold
+    parts of the same ones, all but the shapes.
 
     Raises:
         RuntimeError: on every rank, naming what differs, where they do.
@@ -47,8 +48,12 @@ def require_same_optimizer(engine: Engine, optimizer: VROptimizer) -> None:
         return
     replicas, settings = replicas_of(engine), _settings(engine)
     require_agreement(table_of_optimizer(optimizer, engine.param_names) | settings, replicas=replicas)
-    if replicas is not None:
-        require_agreement(table_of_arguments(optimizer) | settings)
+    if replicas is None:
+        return
+    require_agreement(table_of_arguments(optimizer) | settings)
+    peers = tensor_parallel_group(engine)
+    ranks = [torch.distributed.get_rank()] if peers is None else torch.distributed.get_process_group_ranks(peers)
+    require_agreement(table_of_optimizer(optimizer, engine.param_names, shapes=False), replicas=ranks)
 
 
 def _settings(engine: Engine) -> dict[str, str]:

@@ -11,6 +11,8 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 
 from ds_vrgd.optim import unused_over
 from ds_vrgd.zero.compat import defects, setting
+from ds_vrgd.zero.groups import tensor_parallel_group
+from ds_vrgd.zero.tensor_parallel import TENSOR_PARALLEL
 
 Engine = Any
 
@@ -121,14 +123,13 @@ def _pipeline(engine: Engine) -> str | None:
 
 
 def _model_parallel(engine: Engine) -> str | None:
-    if engine.mp_world_size > 1:
-        return f"a tensor-parallel group of {engine.mp_world_size} ranks: not supported yet. Use data parallelism alone"
-    return None
-
-
-def _auto_tensor_parallel(engine: Engine) -> str | None:
-    if engine.autotp_size() > 1:
-        return f"tensor_parallel.autotp_size={engine.autotp_size()}: not supported yet. Remove that section"
+    group = tensor_parallel_group(engine)
+    ranks = 1 if group is None else torch.distributed.get_world_size(group)
+    if engine.mp_world_size != ranks:
+        return (
+            f"a model-parallel group of {engine.mp_world_size} ranks with {ranks} in the tensor-parallel group: "
+            "pipeline parallelism is not supported yet. Use tensor and data parallelism alone"
+        )
     return None
 
 
@@ -181,7 +182,7 @@ REFUSALS: tuple[Callable[[Engine], str | None], ...] = (
     _half_precision_masters,
     _pipeline,
     _model_parallel,
-    _auto_tensor_parallel,
+    *TENSOR_PARALLEL,
     _sequence_parallel,
     _experts,
     _summed_gradients,

@@ -42,7 +42,7 @@ def options(engine: Any) -> list[dict[str, Any]]:
     return [{n: value for n, value in group.items() if n not in ("params", "differentiable")} for group in groups]
 
 
-def everything(engine: Any) -> dict[str, Any]:
+def everything(engine: Any, *, schedule: bool = True) -> dict[str, Any]:
     """This rank's shards and state as they lie, and what the ranks share; a collective at stage 3."""
     optimizer = engine.basic_optimizer
     tensors = optimizer.observer.tensors
@@ -58,7 +58,7 @@ def everything(engine: Any) -> dict[str, Any]:
         "options": options(engine),
         "loss_scale": float(getattr(engine.optimizer, "loss_scale", 1.0)),
         "steps": (engine.global_steps, engine.skipped_steps),
-        "schedule": engine.lr_scheduler.state_dict(),
+        "schedule": engine.lr_scheduler.state_dict() if schedule else None,
     }
 
 

@@ -7,12 +7,17 @@ the tested range in ``ds_vrgd/zero/versions.py``.
 from __future__ import annotations
 
 import inspect
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from deepspeed.runtime.constants import PIPE_REPLICATED
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.zero import utils as zero_utils
+from deepspeed.utils.bwc import bwc_tensor_model_parallel_group
 
+from ds_vrgd.zero.groups import is_split
 from tests.support.ranks import run_on_ranks
 from tests.support.trajectory import Case, build
 
@@ -39,7 +44,6 @@ METHODS = {
     "zero_quantized_gradients": (["self"], "refusals"),
     "bf16_master_weights_and_gradients": (["self"], "refusals"),
     "fp16_master_weights_and_gradients": (["self"], "refusals"),
-    "autotp_size": (["self"], "refusals"),
     "zero_elastic_checkpoint": (["self"], "refusals"),
     "load_universal_checkpoint": (["self"], "refusals"),
     "get_data_types": (["self"], "compat"),
@@ -54,6 +58,7 @@ ENGINE = {
     "saving": ["checkpoint_engine"],
     "wrappers": ["param_names"],
     "ranks": ["client_optimizer", "mpu"],
+    "groups": ["mpu", "mp_world_size", "seq_data_parallel_group"],
     "refusals": [
         "_config", "zenflow", "mp_world_size", "sequence_parallel_size", "has_moe_layers", "gradient_average", "module",
     ],
@@ -76,7 +81,7 @@ WRAPPERS = {
             "real_dp_process_group", "clip_grad", "overflow", "_global_grad_norm", "loss_scale", "dp_process_group",
             "bit16_groups", "bit16_groups_flat", "averaged_gradients", "ready_for_gradients", "_release_ipg_buffers",
             "_build_compact_grad_partition_buffer", "_grad_acc_hooks", "_epilogue_ran_this_backward", "cpu_offload",
-            "is_gradient_accumulation_boundary", "set_gradient_accumulation_boundary",
+            "is_gradient_accumulation_boundary", "set_gradient_accumulation_boundary", "_model_parallel_all_reduce",
         ],
     ),
     "DeepSpeedZeroOptimizer_Stage3": (
@@ -86,7 +91,7 @@ WRAPPERS = {
             "get_param_id", "dp_process_group", "clip_grad", "overflow", "_global_grad_norm", "loss_scale",
             "averaged_gradients", "_DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition", "_grad_acc_hooks",
             "offload_optimizer", "_epilogue_ran_this_backward", "is_gradient_accumulation_boundary",
-            "set_gradient_accumulation_boundary",
+            "set_gradient_accumulation_boundary", "_model_parallel_all_reduce",
         ],
     ),
 }  # fmt: skip
@@ -150,3 +155,20 @@ def test_engine_has_its_attributes(found: dict[str, Any]) -> None:
 def test_list_of_zero_optimizers_is_still_consulted() -> None:
     assert isinstance(zero_utils.ZERO_SUPPORTED_OPTIMIZERS, list), "see ds_vrgd/zero/register.py"
     assert "ZERO_SUPPORTED_OPTIMIZERS" in inspect.getsource(zero_utils.is_zero_supported_optimizer)
+
+
+def test_split_weights_are_marked_as_deepspeed_looks_for_it() -> None:
+    """By zero/groups.py; and a copy that another pipeline stage counts by the name in its constants."""
+    weight = torch.nn.Parameter(torch.zeros(1))
+    assert not is_split(weight)
+    for mark in ("model_parallel", "tensor_model_parallel"):
+        marked = torch.nn.Parameter(torch.zeros(1))
+        setattr(marked, mark, True)
+        assert is_split(marked), f"DeepSpeed no longer goes by .{mark}"
+    assert PIPE_REPLICATED == "ds_pipe_replicated"
+
+
+def test_tensor_parallel_group_is_asked_for_by_its_old_names_too() -> None:
+    for name in ("get_tensor_model_parallel_group", "get_slice_parallel_group", "get_model_parallel_group"):
+        assert bwc_tensor_model_parallel_group(SimpleNamespace(**{name: lambda: "group"})) == "group"
+    assert bwc_tensor_model_parallel_group(None) is None

@@ -176,8 +176,6 @@ def test_pipeline_is_refused(errors: dict[str, str]) -> None:
 @pytest.mark.parametrize(
     ("attribute", "value", "message"),
     [
-        ("autotp_size", lambda: 2, "tensor_parallel.autotp_size=2"),
-        ("mp_world_size", 2, "a tensor-parallel group of 2 ranks"),
         ("sequence_parallel_size", 2, "sequence_parallel_size=2"),
         ("has_moe_layers", True, "MoE layers"),
     ],
