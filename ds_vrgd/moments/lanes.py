@@ -42,31 +42,36 @@ class Lanes:
 
 
 class CudaLanes(Lanes):
-    """One side stream, on which exchanges start and what they bring is merged, so that no backward pass waits."""
+    """One side stream, on which exchanges start and what they bring is merged, so that no backward pass waits.
+
+    It has priority: what it does is short, and whoever waits for a buffer waits for it. The caller's streams are
+    ``torch.Stream``, which costs the hook of every parameter a fraction of what ``torch.cuda.current_stream`` does.
+    """
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._side = torch.cuda.Stream(device)
+        self._index = device.index
+        self._side = torch.cuda.Stream(self._index, priority=-1)
 
-    def here(self) -> torch.cuda.Stream:
+    def here(self) -> torch.Stream:
         """The stream of the caller."""
-        return torch.cuda.current_stream(self._device)
+        return torch.accelerator.current_stream(self._index)
 
-    def gather(self, producers: Iterable[torch.cuda.Stream], tensors: Iterable[Tensor]) -> None:
+    def gather(self, producers: Iterable[torch.Stream], tensors: Iterable[Tensor]) -> None:
         """Have the caller's stream wait for those on which ``tensors`` were made."""
-        others = [stream for stream in producers if stream != self.here()]
+        here = self.here()
+        others = [stream for stream in producers if stream != here]
         for stream in others:
-            self.here().wait_stream(stream)
+            here.wait_stream(stream)
         if others:
             for tensor in tensors:
                 self.use(tensor)
 
-    def wait(self, event: torch.cuda.Event | None) -> None:
+    def wait(self, event: torch.Event | None) -> None:
         """Have the caller's stream wait for ``event``; None has long happened."""
         if event is not None:
             self.here().wait_event(event)
 
-    def fork(self, writers: Iterable[torch.cuda.Stream]) -> None:
+    def fork(self, writers: Iterable[torch.Stream]) -> None:
         """Have the side stream wait for the caller's and for ``writers``."""
         for stream in {*writers, self.here()}:
             self._side.wait_stream(stream)
@@ -76,9 +81,9 @@ class CudaLanes(Lanes):
         context: AbstractContextManager[Any] = torch.cuda.stream(self._side)
         return context
 
-    def mark(self, event: torch.cuda.Event | None) -> torch.cuda.Event:
+    def mark(self, event: torch.Event | None) -> torch.Event:
         """Record ``event`` (None: a new one) on the caller's stream."""
-        event = torch.cuda.Event() if event is None else event
+        event = torch.Event(self._side.device) if event is None else event
         event.record(self.here())
         return event
 

@@ -54,6 +54,11 @@ class _Flight:
     work: Any | None
 
 
+def _value(grad: Tensor) -> Tensor:
+    """``grad`` outside the graph; as it is, where it is in none, as autograd hands it out: this runs once a hook."""
+    return grad.detach() if grad.requires_grad else grad
+
+
 class ShardedMoments:
     """Mean and centred sum of squares over the chunks of a window, on this rank's shards.
 
@@ -62,7 +67,8 @@ class ShardedMoments:
     issue the same collectives even where a parameter took part on some of them only.
 
     On CUDA, exchanges start and what they bring is merged on a stream of their own. The streams that gradients come
-    from wait for it where a buffer has not been sent yet, and at the end of a micro-batch.
+    from wait for it where a buffer has not been sent yet, and whoever reads moments, in :meth:`finish`: the last
+    exchange of a micro-batch runs beside the forward pass of the next.
 
     Memory: 8 bytes an element of the shard from a window's first bucket to :meth:`reset`. For good, a few buffers of a
     bucket in the wire dtype: ``in_flight + 1`` to send (with :meth:`add`, more where gradients finish far out of
@@ -134,18 +140,18 @@ class ShardedMoments:
         """Copy one gradient of one parameter, before any reduction; may start exchanges."""
         filling = self._filling_of(param)
         if param in filling.held:
-            self._hold(filling, param, grad.detach())
+            self._hold(filling, param, _value(grad))
         else:
-            self._copy(filling, param, grad.detach())
+            self._copy(filling, param, _value(grad))
         self._launch_ready()
 
     def take(self, param: Tensor, grad: Tensor) -> None:
         """As :meth:`add`, but ``grad`` is ours from now on: nobody writes to it any more, and nothing is copied yet."""
         filling = self._filling_of(param)
         if param in filling.copied:
-            self._copy(filling, param, grad.detach())
+            self._copy(filling, param, _value(grad))
         else:
-            self._hold(filling, param, grad.detach())
+            self._hold(filling, param, _value(grad))
         self._launch_ready()
 
     def _filling_of(self, param: Tensor) -> _Filling:
@@ -157,7 +163,10 @@ class ShardedMoments:
                 "its exchange. This is what a weight shared between reentrant checkpoint segments does: set "
                 "use_reentrant=False in the activation checkpointing, or gamma=1.0 for its param group."
             )
-        return self._filling.setdefault(index, _Filling())
+        filling = self._filling.get(index)
+        if filling is None:
+            filling = self._filling[index] = _Filling()
+        return filling
 
     def _hold(self, filling: _Filling, param: Tensor, grad: Tensor) -> None:
         first = filling.held.get(param)
@@ -243,14 +252,13 @@ class ShardedMoments:
         self._recycle("to send", sent)
 
     def end_micro_batch(self) -> None:
-        """Close the micro-batch: send what has not left yet, and merge everything."""
+        """Close the micro-batch: send what has not left yet, and have everything merged."""
         self._prepare()  # other ranks may have gradients to send
         while self._next < len(self._buckets):
             self._launch()
         with self._lanes.side():
             while self._flights:
                 self._land()
-        self._lanes.join()
         self._next = 0
         self._micro_batches += 1
 
@@ -259,6 +267,7 @@ class ShardedMoments:
         if self._finished < self._micro_batches:
             self._sink.finish(self._micro_batches)
             self._finished = self._micro_batches
+        self._lanes.join()
         return self._micro_batches * self._plan.ranks
 
     def moments(self, shard: Tensor) -> Moments:
@@ -269,6 +278,7 @@ class ShardedMoments:
         """
         if self._nodes is not None and self._finished < self._micro_batches:
             raise RuntimeError("the nodes have not merged their moments yet: finish() comes before moments()")
+        self._lanes.join()  # a reader in the middle of a window has not been through finish()
         held = self._store.of(shard) if self._micro_batches else None
         if held is None:
             zeros = torch.zeros_like(shard, dtype=torch.promote_types(shard.dtype, torch.float32))
