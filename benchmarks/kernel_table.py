@@ -58,13 +58,13 @@ class _Shard:
 
     def plain(self) -> Any:
         """A gradient without a ratio."""
-        from ds_vrgd.kernels.shared import Source
+        from ds_vrgd.kernels.records import Source
 
         return Source(self.flat(), scale=torch.ones((), device=self._device))
 
     def moments(self, averages: bool) -> Any:
         """The mean of the chunks as gradient, as fused mode has it; the average of the ratio in bf16."""
-        from ds_vrgd.kernels.shared import Source
+        from ds_vrgd.kernels.records import Source
 
         return Source(
             None,
@@ -82,7 +82,7 @@ class _Shard:
 
     def adam(self) -> Any:
         """Weights and both moments."""
-        from ds_vrgd.kernels.adam import AdamState
+        from ds_vrgd.kernels.records import AdamState
 
         return AdamState(self.flat(), self.flat(), self.flat(), 1e-6, 0.01, 0.1, 0.999, 0.001, 1.0, 1.0)
 

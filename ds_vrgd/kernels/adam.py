@@ -2,37 +2,14 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from ds_vrgd.kernels.blocks import BLOCK, BlockTable
-from ds_vrgd.kernels.shared import WARPS, Source, block_row, gradient_and_ratio, store_clamped
-
-
-class AdamState(NamedTuple):
-    """Weights and moments of one shard, fp32, and the numbers of this step.
-
-    Attributes:
-        weights, exp_avg, exp_avg_sq: of the shard.
-        eps, decay: as the group says.
-        rest1, beta2, rest2: ``1 - beta1``, ``beta2``, ``1 - beta2``.
-        debias1, debias2: what debiases the first moment, and the root of the second.
-    """
-
-    weights: Tensor
-    exp_avg: Tensor
-    exp_avg_sq: Tensor
-    eps: float
-    decay: float
-    rest1: float
-    beta2: float
-    rest2: float
-    debias1: float
-    debias2: float
+from ds_vrgd.kernels.records import AdamState, Source
+from ds_vrgd.kernels.shared import WARPS, block_row, gradient_and_ratio, store_clamped
 
 
 @triton.jit

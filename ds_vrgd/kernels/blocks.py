@@ -26,6 +26,7 @@ class BlockTable:
         device: where the shards are.
 
     Attributes:
+        segments: as given, by shard.
         rows: for each shard ``(blocks, COLUMNS)`` int64: start, first and last (exclusive) element inside the block,
             layer, and which of the flattened layer's elements the block's element 0 would be (may be negative).
         firsts: for each shard the number of its first block.
@@ -37,6 +38,7 @@ class BlockTable:
     def __init__(
         self, shards: Sequence[Sequence[tuple[int, int, int, int]]], layers: int, device: torch.device
     ) -> None:
+        self.segments = [list(segments) for segments in shards]
         flat = torch.tensor([s for segments in shards for s in segments], dtype=torch.long).view(-1, 4)
         start, numel, layer, first = flat.unbind(1)
         begin, end = start // BLOCK, (start + numel + BLOCK - 1) // BLOCK

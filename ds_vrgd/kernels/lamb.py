@@ -7,9 +7,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ds_vrgd.kernels.adam import AdamState, adam_direction, advance_moments
+from ds_vrgd.kernels.adam import adam_direction, advance_moments
 from ds_vrgd.kernels.blocks import BLOCK, BlockTable
-from ds_vrgd.kernels.shared import WARPS, Source, block_row, gradient_and_ratio, store_clamped, store_sum
+from ds_vrgd.kernels.records import AdamState, Source
+from ds_vrgd.kernels.shared import WARPS, block_row, gradient_and_ratio, store_clamped, store_sum
 
 
 @triton.jit

@@ -10,20 +10,20 @@ from torch.optim.adam import adam
 from torch.optim.adamw import adamw
 
 from ds_vrgd import gsnr
+from ds_vrgd.kernels.records import AdamState
 from ds_vrgd.moments import LayerTable
 from ds_vrgd.optim.base import VROptimizer
 from ds_vrgd.optim.shards import Shard, by_group
 from ds_vrgd.optim.sources import with_average
 
 if TYPE_CHECKING:
-    from ds_vrgd.kernels.adam import AdamState
-    from ds_vrgd.kernels.shared import Source
+    from types import ModuleType
+
+    from ds_vrgd.kernels.records import Source
 
 
 def adam_state(shard: Shard) -> AdamState:
     """What the kernels of Adam and LAMB read of a shard, for the step that its state has been counted up to."""
-    from ds_vrgd.kernels.adam import AdamState
-
     group, state = shard.group, shard.state
     beta1, beta2 = group["betas"]
     steps = int(state["step"])
@@ -129,21 +129,20 @@ class VRAdam(VROptimizer):
                 maximize=False,
             )
 
-    def _kernel_update(self, shards: Sequence[Shard], table: LayerTable, sources: Sequence[Source]) -> None:
-        from ds_vrgd.kernels.adam import adam_step
-        from ds_vrgd.kernels.shared import empty_partials, sum_blocks
-
-        partials = empty_partials(table.blocks, 2)
+    def _kernel_update(
+        self, room: ModuleType, shards: Sequence[Shard], table: LayerTable, sources: Sequence[Source]
+    ) -> None:
+        partials = room.empty_partials(table.blocks, 2)
         for index, (shard, source) in enumerate(zip(shards, sources, strict=True)):
             shard.state["step"] += 1
             lr = float(shard.group["lr"])
             averaged, begins = with_average(shard, source)
-            adam_step(
+            room.adam_step(
                 table.blocks, index, averaged, adam_state(shard), partials,
                 lr=lr, shrink=1.0 - lr * shard.group["weight_decay"],
                 seed=gsnr.rounding_seed(int(shard.state["step"])), decoupled=self.decoupled_decay, begins=begins,
             )  # fmt: skip
-        self._counts = list(sum_blocks(table.blocks, partials))
+        self._counts = list(room.sum_blocks(table.blocks, partials))
 
 
 class VRAdamW(VRAdam):

@@ -23,7 +23,9 @@ from ds_vrgd.optim.sums import LayerSums
 from ds_vrgd.optim.verify import verify_direction
 
 if TYPE_CHECKING:
-    from ds_vrgd.kernels.shared import Source
+    from types import ModuleType
+
+    from ds_vrgd.kernels.records import Source
 
 FEW_CHUNKS = 8
 
@@ -195,12 +197,13 @@ class VROptimizer(LayerSums, torch.optim.Optimizer):
             shard.grad = gradient.view_as(shard.tensor)
         moments = self._moments(reduced) if reduced else []
         self._prescale(shards)
-        if self._fit_for_kernels(shards, moments):
+        room = self._kernels(shards, moments)
+        if room is not None:
             if reduced:
                 table = self.table(reduced)
-                self._kernel_update(reduced, table, self._sources(reduced, table, moments))
+                self._kernel_update(room, reduced, table, self._sources(room, reduced, table, moments))
             if plain:
-                self._plain_kernel_update(plain)
+                self._plain_kernel_update(room, plain)
         else:
             if reduced:
                 self._scale_by_ratio(reduced, moments)
@@ -331,27 +334,31 @@ class VROptimizer(LayerSums, torch.optim.Optimizer):
 
     # -- kernels ------------------------------------------------------------------------------------------------------
 
-    def _fit_for_kernels(self, shards: Sequence[Shard], moments: Sequence[Moments]) -> bool:
-        """Whether everything that the kernels of this call would touch is fp32 and contiguous on one CUDA device."""
+    def _kernels(self, shards: Sequence[Shard], moments: Sequence[Moments]) -> ModuleType | None:
+        """The kernels for this call; None if not all that they would touch is fp32 and contiguous on one device."""
         tensors = [tensor for shard in shards for tensor in (shard.tensor, shard.grad)]
         tensors += [shard.state[key] for shard in shards for key in self.state_keys(shard.group)]
         tensors += [tensor for of_shard in moments for tensor in (of_shard.total, of_shard.m2)]
-        return kernels.usable(*tensors)
+        return kernels.serving(*tensors)
 
-    def _sources(self, shards: Sequence[Shard], table: LayerTable, moments: Sequence[Moments]) -> list[Source]:
+    def _sources(
+        self, room: ModuleType, shards: Sequence[Shard], table: LayerTable, moments: Sequence[Moments]
+    ) -> list[Source]:
         """Measure the ratio's sums; returns what the update kernels read of every shard."""
-        sources, sums = sources_with_sums(shards, table, moments, self._k)
+        sources, sums = sources_with_sums(room, shards, table, moments, self._k)
         means = self._note(table, *sums)
         return [source._replace(means=means) for source in sources]
 
-    def _kernel_update(self, shards: Sequence[Shard], table: LayerTable, sources: Sequence[Source]) -> None:
+    def _kernel_update(
+        self, room: ModuleType, shards: Sequence[Shard], table: LayerTable, sources: Sequence[Source]
+    ) -> None:
         """The base optimizer's step in kernels; leaves the numbers of clamped elements in ``_counts``."""
         raise NotImplementedError
 
-    def _plain_kernel_update(self, shards: Sequence[Shard]) -> None:
+    def _plain_kernel_update(self, room: ModuleType, shards: Sequence[Shard]) -> None:
         """The base optimizer's step where ``gamma`` is 1."""
         if self.has_plain_kernel:
-            self._kernel_update(shards, self.table(shards), plain_sources(shards))
+            self._kernel_update(room, shards, self.table(shards), plain_sources(shards))
             return
         for shard in shards:
             shard.settle()

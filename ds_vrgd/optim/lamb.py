@@ -18,7 +18,9 @@ from ds_vrgd.optim.sources import with_average
 from ds_vrgd.optim.trust import over_shard, trust_ratio
 
 if TYPE_CHECKING:
-    from ds_vrgd.kernels.shared import Source
+    from types import ModuleType
+
+    from ds_vrgd.kernels.records import Source
 
 
 class VRLAMB(VROptimizer):
@@ -126,20 +128,19 @@ class VRLAMB(VROptimizer):
                 own = factor.to(shard.grad.dtype)
                 shard.scale = own if shard.scale is None else shard.scale * own
 
-    def _kernel_update(self, shards: Sequence[Shard], table: LayerTable, sources: Sequence[Source]) -> None:
-        from ds_vrgd.kernels.lamb import lamb_advance, lamb_apply
-        from ds_vrgd.kernels.shared import empty_partials, sum_blocks
-
-        partials = empty_partials(table.blocks, 4)
+    def _kernel_update(
+        self, room: ModuleType, shards: Sequence[Shard], table: LayerTable, sources: Sequence[Source]
+    ) -> None:
+        partials = room.empty_partials(table.blocks, 4)
         states = []
         for index, (shard, source) in enumerate(zip(shards, sources, strict=True)):
             shard.state["step"] += 1
             averaged, begins = (source, False) if source.m2 is None else with_average(shard, source)
             states.append(adam_state(shard))
             seed = gsnr.rounding_seed(int(shard.state["step"]))
-            lamb_advance(table.blocks, index, averaged, states[-1], partials, seed=seed, begins=begins)
+            room.lamb_advance(table.blocks, index, averaged, states[-1], partials, seed=seed, begins=begins)
         reduces = sources[0].m2 is not None
-        weights, updates, *self._counts = sum_blocks(table.blocks, partials if reduces else partials[:2])
+        weights, updates, *self._counts = room.sum_blocks(table.blocks, partials if reduces else partials[:2])
         norms = [table.split(total.sqrt()) for total in self.sum_over_ranks(table, [weights, updates])]
         rates = torch.cat(
             [
@@ -148,7 +149,7 @@ class VRLAMB(VROptimizer):
             ]
         ).float()
         for index, state in enumerate(states):
-            lamb_apply(table.blocks, index, state, rates)
+            room.lamb_apply(table.blocks, index, state, rates)
 
     @staticmethod
     def _direction(shard: Shard) -> Tensor:

@@ -15,7 +15,9 @@ from ds_vrgd.optim.shards import Shard
 from ds_vrgd.optim.trust import over_shard, trust_ratio
 
 if TYPE_CHECKING:
-    from ds_vrgd.kernels.shared import Source
+    from types import ModuleType
+
+    from ds_vrgd.kernels.records import Source
 
 
 class VRLARS(VROptimizer):
@@ -117,20 +119,19 @@ class VRLARS(VROptimizer):
         denominator = g + group["weight_decay"] * w + group["eps"]
         return trust_ratio(group["trust_coefficient"] * w, denominator, (w > 0) & (g > 0), group)
 
-    def _kernel_update(self, shards: Sequence[Shard], table: LayerTable, sources: Sequence[Source]) -> None:
-        from ds_vrgd.kernels.momentum import lars_norms, momentum_step
-        from ds_vrgd.kernels.shared import empty_partials, sum_blocks
-
-        partials = empty_partials(table.blocks, 4)
+    def _kernel_update(
+        self, room: ModuleType, shards: Sequence[Shard], table: LayerTable, sources: Sequence[Source]
+    ) -> None:
+        partials = room.empty_partials(table.blocks, 4)
         for index, (shard, source) in enumerate(zip(shards, sources, strict=True)):
-            lars_norms(table.blocks, index, source, shard.tensor, partials)
+            room.lars_norms(table.blocks, index, source, shard.tensor, partials)
         reduces = sources[0].m2 is not None
-        weights, grads, *self._counts = sum_blocks(table.blocks, partials if reduces else partials[:2])
+        weights, grads, *self._counts = room.sum_blocks(table.blocks, partials if reduces else partials[:2])
         norms = [table.split(total.sqrt()) for total in self.sum_over_ranks(table, [weights, grads])]
         trust = torch.cat([self._trust(w, g, shard.group) for shard, w, g in zip(shards, *norms, strict=True)]).float()
         for index, (shard, source) in enumerate(zip(shards, sources, strict=True)):
             group = shard.group
-            momentum_step(
+            room.momentum_step(
                 table.blocks, index, source, shard.tensor, shard.state["momentum_buffer"], lr=float(group["lr"]),
                 decay=float(group["weight_decay"]), momentum=float(group["momentum"]), nesterov=group["nesterov"],
                 trust=trust,

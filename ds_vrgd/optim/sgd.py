@@ -12,7 +12,9 @@ from ds_vrgd.optim.base import VROptimizer
 from ds_vrgd.optim.shards import Shard, by_group
 
 if TYPE_CHECKING:
-    from ds_vrgd.kernels.shared import Source
+    from types import ModuleType
+
+    from ds_vrgd.kernels.records import Source
 
 
 class VRSGD(VROptimizer):
@@ -98,19 +100,18 @@ class VRSGD(VROptimizer):
                 maximize=False,
             )
 
-    def _kernel_update(self, shards: Sequence[Shard], table: LayerTable, sources: Sequence[Source]) -> None:
-        from ds_vrgd.kernels.momentum import momentum_step
-        from ds_vrgd.kernels.shared import empty_partials, sum_blocks
-
-        partials = empty_partials(table.blocks, 2)
+    def _kernel_update(
+        self, room: ModuleType, shards: Sequence[Shard], table: LayerTable, sources: Sequence[Source]
+    ) -> None:
+        partials = room.empty_partials(table.blocks, 2)
         for index, (shard, source) in enumerate(zip(shards, sources, strict=True)):
             group = shard.group
-            momentum_step(
+            room.momentum_step(
                 table.blocks, index, source, shard.tensor, shard.state.get("momentum_buffer"), lr=float(group["lr"]),
                 decay=float(group["weight_decay"]), momentum=float(group["momentum"]), nesterov=group["nesterov"],
                 partials=partials,
             )  # fmt: skip
-        self._counts = list(sum_blocks(table.blocks, partials))
+        self._counts = list(room.sum_blocks(table.blocks, partials))
 
 
 class VRMomentum(VRSGD):

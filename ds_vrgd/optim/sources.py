@@ -7,20 +7,22 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from ds_vrgd.kernels.records import Source
 from ds_vrgd.moments import LayerTable, Moments
 from ds_vrgd.optim.average import KEY, begin_average
 from ds_vrgd.optim.shards import Shard
 
 if TYPE_CHECKING:
-    from ds_vrgd.kernels.shared import Source
+    from types import ModuleType
 
 
 def sources_with_sums(
-    shards: Sequence[Shard], table: LayerTable, moments: Sequence[Moments], k: int
+    room: ModuleType, shards: Sequence[Shard], table: LayerTable, moments: Sequence[Moments], k: int
 ) -> tuple[list[Source], Tensor]:
     """What the update kernels read of every shard, the layers' means still missing, and this rank's part of these.
 
     Args:
+        room: the kernels.
         shards: of the groups with GSNR, fit for the kernels.
         table: their layers.
         moments: theirs.
@@ -29,11 +31,8 @@ def sources_with_sums(
     Returns:
         One source a shard, and ``(3, L)`` in SUM_DTYPE: sums of the raw ratio, of the squared mean gradient, of m2.
     """
-    from ds_vrgd.kernels.ratio import ratio_sums
-    from ds_vrgd.kernels.shared import Source, empty_partials, sum_blocks
-
     sources = []
-    partials = empty_partials(table.blocks, 3)
+    partials = room.empty_partials(table.blocks, 3)
     for index, (shard, of_shard) in enumerate(zip(shards, moments, strict=True)):
         beta3, steps = shard.group.get("beta3", 0.0), int(shard.state.get("step", 0)) + 1
         is_total = shard.grad.data_ptr() == of_shard.total.data_ptr()
@@ -43,15 +42,13 @@ def sources_with_sums(
             gamma=shard.group["gamma"], beta3=float(beta3), rest3=1.0 - beta3, debias=1.0 / (1.0 - beta3**steps),
             earlier=1.0 - beta3 ** (steps - 1),
         )  # fmt: skip
-        ratio_sums(table.blocks, index, source, partials)
+        room.ratio_sums(table.blocks, index, source, partials)
         sources.append(source)
-    return sources, sum_blocks(table.blocks, partials)
+    return sources, room.sum_blocks(table.blocks, partials)
 
 
 def plain_sources(shards: Sequence[Shard]) -> list[Source]:
     """What the update kernels read of shards of groups without GSNR."""
-    from ds_vrgd.kernels.shared import Source
-
     return [Source(shard.grad, shard.scale) for shard in shards]
 
 

@@ -8,7 +8,8 @@ from torch import Tensor
 
 from ds_vrgd.kernels.blocks import BLOCK, BlockTable
 from ds_vrgd.kernels.ratio import ratio_sums
-from ds_vrgd.kernels.shared import Source, empty_partials, sum_blocks
+from ds_vrgd.kernels.records import Source
+from ds_vrgd.kernels.shared import empty_partials, sum_blocks
 
 Segment = tuple[int, int, int, int]
 # Two shards: unaligned runs that meet, gaps, a run of one element, one of a whole block, layers (4 and 6) in neither.

@@ -11,9 +11,10 @@ from torch import Tensor
 
 from ds_vrgd import gsnr, kernels
 from ds_vrgd.doctor.reference import DenseOptimizer
-from ds_vrgd.kernels.adam import AdamState, adam_step
+from ds_vrgd.kernels.adam import adam_step
 from ds_vrgd.kernels.blocks import BlockTable
-from ds_vrgd.kernels.shared import Source, empty_partials
+from ds_vrgd.kernels.records import AdamState, Source
+from ds_vrgd.kernels.shared import empty_partials
 from ds_vrgd.moments import Layer, Moments, Ranks, Segment, ShardLayout
 from ds_vrgd.moments.chan import moments_of
 from ds_vrgd.optim import OPTIMIZERS, VROptimizer
