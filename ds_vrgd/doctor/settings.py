@@ -62,9 +62,10 @@ def prepare(config: dict[str, Any], world: int, device: str) -> Settings:
         device: DeepSpeed's name of the accelerator, "cpu" without one.
 
     Raises:
-        ValueError: the optimizer is none of ours, or a step would see a single chunk.
+        ValueError: the optimizer is none of ours, a step would see a single chunk, or the model would be cut.
     """
     check_optimizer(config)
+    _refuse_tensor_parallel(config)
     settings = Settings(copy.deepcopy(config))
     config, changes = settings.config, settings.changes
     config["optimizer"].setdefault("params", {})
@@ -108,6 +109,15 @@ def check_optimizer(config: dict[str, Any]) -> None:
         f'optimizer.type="{name}" is not an optimizer of ds_vrgd, so there is nothing to check; {way_out} '
         f"({', '.join(name for name in NAMES if '-' not in name)}), and import ds_vrgd in your program"
     )
+
+
+def _refuse_tensor_parallel(config: dict[str, Any]) -> None:
+    size = (config.get("tensor_parallel") or {}).get("autotp_size", 0)
+    if isinstance(size, int) and size > 1:
+        raise ValueError(
+            f"tensor_parallel.autotp_size={size}: the doctor holds every rank against a whole model, and cannot check "
+            "tensor parallelism. Give it the JSON without that section; the rest of it is checked all the same"
+        )
 
 
 def _set_batch_sizes(config: dict[str, Any], world: int, changes: list[str]) -> None:

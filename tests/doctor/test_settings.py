@@ -94,3 +94,11 @@ def test_single_chunk_is_refused_unless_nothing_is_reduced() -> None:
     prepare(config, 2, "cpu")
     prepare(config | {"optimizer": {"type": "LAMB"}}, 1, "cpu")
     prepare(config | {"optimizer": {"type": "VRLAMB", "params": {"gamma": 1.0}}}, 1, "cpu")
+
+
+def test_a_model_that_would_be_cut_is_refused() -> None:
+    with pytest.raises(
+        ValueError, match=r"tensor_parallel\.autotp_size=2: the doctor holds every rank against a whole"
+    ):
+        prepare(VRLAMB | {"tensor_parallel": {"autotp_size": 2}}, 4, "cpu")
+    prepare(VRLAMB | {"tensor_parallel": {"autotp_size": 1}}, 4, "cpu")

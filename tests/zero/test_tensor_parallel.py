@@ -10,13 +10,18 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import deepspeed
 import pytest
+import torch
 
 import ds_vrgd.zero.attach
 from ds_vrgd.optim import OPTIMIZERS
+from ds_vrgd.zero.saved import CheckpointError
+from ds_vrgd.zero.universal import to_universal
 from tests.support.ranks import run_on_ranks
 from tests.support.resuming import differences, everything
 from tests.support.trajectory import Case, Result
+from tests.zero import auto_tensor_parallel
 from tests.zero.cases import ENGINES, identify
 from tests.zero.tensor_parallel import WORLD, Mpu, ParallelLM, build, close, groups, run_case, train
 from tests.zero.test_exactness import OF_DISTANCE, OF_WEIGHTS, same_ratio
@@ -78,7 +83,8 @@ def spoiled(mpu: Mpu, case: Case) -> list[Any]:
     after = everything(engine, schedule=False)
     spoiling[0] = False
     train(engine, case, mpu, 2)
-    changed = differences(before | {"steps": 0}, after | {"steps": 0})
+    counters = {"steps": 0, "loss_scale": 0}
+    changed = differences(before | counters, after | counters)
     found = [engine.skipped_steps, engine.global_steps, changed, bool(engine.optimizer.overflow)]
     close(engine)
     return found
@@ -99,11 +105,24 @@ def resumed(mpu: Mpu, case: Case, folder: Path) -> list[str]:
         train(engine, case, mpu, step)
     found = differences(right, everything(engine, schedule=False))
     close(engine)
+    with pytest.raises(CheckpointError, match="is of a model-parallel or unknown kind"):
+        to_universal(folder, folder / f"universal {torch.distributed.get_rank()}")
     return found
 
 
+def warnings_of_attach() -> Any:
+    return mock.patch.object(ds_vrgd.zero.attach.logger, "warning")
+
+
+def auto() -> tuple[dict[str, Any], int]:
+    """Of each case the errors; and the warnings in all."""
+    with warnings_of_attach() as warning:
+        found = {name: auto_tensor_parallel.run_case(copy.deepcopy(case)) for name, case in AUTO.items()}
+    return found, warning.call_count
+
+
 def warned(mpu: Mpu, *, marked: bool) -> list[str]:
-    with mock.patch.object(ds_vrgd.zero.attach.logger, "warning") as warning:
+    with warnings_of_attach() as warning:
         close(build(Case("VRLAMB", 2, "fp32", 2), mpu, ParallelLM(mpu, marked=marked)))
     return [call.args[0] for call in warning.call_args_list]
 
@@ -137,7 +156,13 @@ def refusals(mpu: Mpu) -> dict[str, str]:
             model.norm = model.before.forward  # type: ignore[assignment]
         return build(case, mpu, model)
 
+    def cut_by_init() -> Any:
+        with deepspeed.zero.Init():
+            model = torch.nn.Linear(8, 8)
+        return build(replace(case, stage=3), mpu, model)
+
     return {
+        "zero.Init": refused(cut_by_init),
         "stage 0": refused(lambda: build(replace(case, stage=0, dtype="bf16"), mpu)),
         "universal": refused(lambda: build(case, mpu, checkpoint={"load_universal": True})),
         "sequence parallel": refused(sequence_parallel),
@@ -154,8 +179,22 @@ SPOILED = {
         "stage 1": (1, "bf16", "fp32", "auto"),
         "stage 2, fused": (2, "fp32", None, "auto"),
         "stage 2, observe": (2, "bf16", None, "observe"),
+        "stage 2, fp16": (2, "fp16", None, "auto"),
         "stage 3": (3, "fp32", None, "auto"),
+        "stage 3, fp16": (3, "fp16", None, "auto"),
     }.items()
+}
+
+
+#: Under DeepSpeed's AutoTP.
+AUTO = {
+    identify(case): case
+    for case in (
+        Case("VRLARS", 0, "fp32", micro_batches(2)),
+        Case("VRLAMB", 2, "fp32", micro_batches(2), clip=0.05),
+        Case("VRAdamW", 1, "bf16", micro_batches(2), "fp32"),
+        Case("VRLAMB", 3, "bf16", micro_batches(2), reduction="observe"),
+    )
 }
 
 
@@ -168,6 +207,7 @@ def on_rank(rank: int, folder: Path) -> dict[str, Any]:
         "unmarked": warned(mpu, marked=False),
         "marked": warned(mpu, marked=True),
         "refusals": refusals(mpu),
+        "auto": auto(),
     }
 
 
@@ -229,6 +269,7 @@ def test_a_weight_that_looks_split_and_is_not_marked_is_named(found: list[dict[s
         ("universal", "checkpoint.load_universal=true with tensor parallelism"),
         ("sequence parallel", "'norm.weight' are marked sequence_parallel"),
         ("pipeline", "a model-parallel group of 4 ranks with 2 in the tensor-parallel group"),
+        ("zero.Init", "'weight' was cut over tensor-parallel ranks by deepspeed.zero.Init"),
         ("lr", "lr of param group 0 is 0.001 on ranks 0, 2, 1.001 on ranks 1, 3"),
         ("name", "'norm.weight' is float32 of 1 dimensions"),
     ],
@@ -236,6 +277,17 @@ def test_a_weight_that_looks_split_and_is_not_marked_is_named(found: list[dict[s
 def test_what_could_not_be_exact_is_refused_on_every_rank(found: list[dict[str, Any]], name: str, message: str) -> None:
     for of_rank in found:
         assert message in of_rank["refusals"][name]
+
+
+@pytest.mark.parametrize("name", AUTO)
+def test_a_model_cut_by_deepspeed_follows_the_undivided_reference(found: list[dict[str, Any]], name: str) -> None:
+    for of_rank in found:
+        outcomes, warnings = of_rank["auto"]
+        outcome = outcomes[name]
+        assert warnings == 0
+        assert outcome["moved"] > 5e-3, "the steps are too small to tell anything"
+        assert max(outcome["of_weights"]) <= OF_WEIGHTS
+        assert outcome["apart"] <= (1e-6 if AUTO[name].dtype == "fp32" else 2e-2), "chunks are not the whole model's"
 
 
 @pytest.mark.slow
