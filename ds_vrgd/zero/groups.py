@@ -87,5 +87,6 @@ def replicas_of(engine: Engine) -> list[int] | None:
     mpu = engine.mpu
     if mpu is None:
         return None
-    group = getattr(mpu, "get_sequence_data_parallel_group", mpu.get_data_parallel_group)()
+    sequences = getattr(mpu, "get_sequence_data_parallel_group", None)
+    group = mpu.get_data_parallel_group() if sequences is None else sequences()
     return list(torch.distributed.get_process_group_ranks(group))

@@ -28,6 +28,7 @@ from tests.zero.test_exactness import OF_DISTANCE, OF_WEIGHTS, same_ratio
 
 #: DeepSpeed's norm leaves out parts at stage 0 in bf16: refused.
 EXACT = [engine for engine in ENGINES if engine[:2] != (0, "bf16")]
+IN_TURN = [engine for engine in EXACT if engine not in ((1, "fp16", None), (3, "fp32", None), (1, "bf16", "bf16"))]
 K = 4
 
 
@@ -37,10 +38,9 @@ def micro_batches(tp: int) -> int:
 
 
 def some() -> Iterator[tuple[int, str, Case]]:
-    """Every engine and every optimizer in turn, what clips, what looks on, and the other splits."""
-    names = list(OPTIMIZERS)
-    for index, (stage, dtype, accum_dtype) in enumerate(EXACT):
-        case = Case(names[index % len(names)], stage, dtype, micro_batches(2), accum_dtype)
+    """The optimizers under most engines in turn, what clips, what looks on, and the other splits."""
+    for optimizer, (stage, dtype, accum_dtype) in zip(OPTIMIZERS, IN_TURN, strict=True):
+        case = Case(optimizer, stage, dtype, micro_batches(2), accum_dtype)
         yield 2, identify(case), case
     base = Case("VRLAMB", 2, "fp32", micro_batches(2))
     for stage, reduction in ((0, "auto"), (2, "auto"), (2, "observe"), (3, "auto")):
@@ -180,7 +180,6 @@ SPOILED = {
         "stage 2, fused": (2, "fp32", None, "auto"),
         "stage 2, observe": (2, "bf16", None, "observe"),
         "stage 2, fp16": (2, "fp16", None, "auto"),
-        "stage 3": (3, "fp32", None, "auto"),
         "stage 3, fp16": (3, "fp16", None, "auto"),
     }.items()
 }
