@@ -111,11 +111,15 @@ class NodeMoments:
         groups: of this rank.
         store: of the shards.
         lanes: the side stream is where everything runs.
+        chunks: of a micro-batch on one node.
     """
 
-    def __init__(self, buckets: Sequence[Bucket], groups: NodeGroups, store: ShardStore, lanes: Lanes) -> None:
+    def __init__(
+        self, buckets: Sequence[Bucket], groups: NodeGroups, store: ShardStore, lanes: Lanes, chunks: int
+    ) -> None:
         self._buckets = buckets
         self._groups = groups
+        self._chunks = chunks
         self._store = store
         self._lanes = lanes
         self._columns: dict[Bucket, tuple[Tensor, Tensor]] = {}
@@ -128,7 +132,7 @@ class NodeMoments:
             self._columns[bucket] = total, m2
 
     def merge(self, bucket: Bucket, received: Tensor, parts: int) -> None:
-        """Merge one micro-batch of the node's gradients, ``(ranks a node, own)``."""
+        """Merge one micro-batch of the node's chunk gradients, ``(chunks, own)``."""
         merge_chunks_(received, *self._columns[bucket], parts)
 
     def finish(self, parts: int) -> None:
@@ -169,7 +173,7 @@ class NodeMoments:
         for piece in flight.bucket.pieces:
             end = piece.start + piece.numel
             received = flight.totals[:, piece.start : end], flight.m2s[:, piece.start : end]
-            merge_nodes_(*received, *self._store.views(piece), parts, self._groups.per_node)
+            merge_nodes_(*received, *self._store.views(piece), parts, self._chunks)
 
     def nbytes(self) -> int:
         """Bytes held now."""
@@ -189,15 +193,15 @@ class NodeMoments:
         self._store.close()
 
 
-def merge_nodes_(totals: Tensor, m2s: Tensor, total: Tensor, m2: Tensor, parts: int, per_node: int) -> None:
+def merge_nodes_(totals: Tensor, m2s: Tensor, total: Tensor, m2: Tensor, parts: int, chunks: int) -> None:
     """Chan's formula for nodes of equally many chunks, in node order, so that every run gives the same bits.
 
     Args:
-        totals, m2s: ``(nodes, n)``, of each node's ``parts * per_node`` chunks: ``parts`` times their mean, and their
+        totals, m2s: ``(nodes, n)``, of each node's ``parts * chunks`` chunks: ``parts`` times their mean, and their
             centred sum of squares.
         total, m2: ``(n,)``, overwritten with those of all chunks.
         parts: micro-batches.
-        per_node: chunks of a micro-batch on one node.
+        chunks: of a micro-batch on one node.
     """
     total.copy_(totals[0])
     for row in totals[1:]:
@@ -207,6 +211,6 @@ def merge_nodes_(totals: Tensor, m2s: Tensor, total: Tensor, m2: Tensor, parts: 
     for row in m2s[1:]:
         m2.add_(row)
     for row in totals:
-        # The deviation of a mean is that of a total over parts, and there are parts * per_node chunks of it.
+        # The deviation of a mean is that of a total over parts, and there are parts * chunks of them behind it.
         deviation = row - total
-        m2.addcmul_(deviation, deviation, value=per_node / parts)
+        m2.addcmul_(deviation, deviation, value=chunks / parts)

@@ -13,6 +13,10 @@ from torch import Tensor
 
 from ds_vrgd.moments.chan import Moments, merge_
 from ds_vrgd.moments.norms import ChunkNorms
+from ds_vrgd.moments.sequences import SequenceGroups
+
+# Elements that the ranks of a sequence sum at once: 64 MB in fp32.
+AT_ONCE = 2**24
 
 
 class _Accumulator:
@@ -59,12 +63,22 @@ class ReplicatedMoments:
         params: parameters whose gradients are observed, in an order that is the same on all ranks.
         group: process group of the data-parallel ranks; None for one process.
         norms: takes the norm of every chunk gradient of this rank; None to take none.
+        sequences: which ranks compute one chunk together; None where every rank has chunks of its own. Their parts
+            are summed at the end of each micro-batch, in the order of ``params``.
     """
 
-    def __init__(self, params: Sequence[Tensor], group: Any | None = None, *, norms: ChunkNorms | None = None) -> None:
+    def __init__(
+        self,
+        params: Sequence[Tensor],
+        group: Any | None = None,
+        *,
+        norms: ChunkNorms | None = None,
+        sequences: SequenceGroups | None = None,
+    ) -> None:
         self._params = list(params)
         self._norms = norms
         self._group = group
+        self._sequences = sequences
         self.ranks = 1 if group is None else torch.distributed.get_world_size(group)
         self._accumulators: dict[Tensor, _Accumulator] = {}
         self._flats: list[tuple[Tensor, Tensor]] = []
@@ -110,9 +124,28 @@ class ReplicatedMoments:
         came = [(param, held.pending) for param, held in backward if held.pending is not None]
         if came and self._norms is not None:
             self._norms.note(self._micro_batches, came)
-        self._micro_batches += bool(came)
+        self._micro_batches += bool(came) or self._sequences is not None
+        if self._sequences is not None:
+            self._join_parts(self._sequences)
+        self._close()
+
+    def _close(self) -> None:
         for accumulator in self._accumulators.values():
             accumulator.close()
+
+    def _join_parts(self, sequences: SequenceGroups) -> None:
+        """Sum every gradient over the ranks that share this rank's samples; what a rank has no part in counts as 0."""
+        if not self._accumulators:
+            self._allocate(self._params)  # others may have gradients
+        waiting: dict[tuple[torch.device, torch.dtype], list[_Accumulator]] = {}
+        for held in self._accumulators.values():
+            together = waiting.setdefault((held.mean.device, held.mean.dtype), [])
+            together.append(held)
+            if sum(one.mean.numel() for one in together) >= AT_ONCE:
+                _sum_pending(together, sequences.group)
+                together.clear()
+        for together in waiting.values():
+            _sum_pending(together, sequences.group)
 
     def finish(self) -> int:
         """Merge the ranks' moments, once a window; returns k. A collective where there is a group.
@@ -123,7 +156,8 @@ class ReplicatedMoments:
         if not self._merged:
             if not self._accumulators:
                 self._allocate(self._params)
-            self.end_micro_batch()
+            if self._sequences is None:  # else whoever set them says where micro-batches end: a collective
+                self.end_micro_batch()
             local = max((a.chunks for a in self._accumulators.values()), default=0)
             for accumulator in self._accumulators.values():
                 accumulator.pad(local)
@@ -131,9 +165,14 @@ class ReplicatedMoments:
                 self._check_equal(local)
                 for mean, m2 in self._flats:
                     self._merge_ranks(mean, m2, local)
-            self._chunks = local * self.ranks
+            self._chunks = local * self.ranks // self._sharing
             self._merged = True
         return self._chunks
+
+    @property
+    def _sharing(self) -> int:
+        """Ranks that hold the same chunks."""
+        return 1 if self._sequences is None else self._sequences.size
 
     def _check_equal(self, local: int) -> None:
         """Raise on every rank where the ranks differ in their number of micro-batches, or in what they observe."""
@@ -154,13 +193,18 @@ class ReplicatedMoments:
             )
 
     def _merge_ranks(self, mean: Tensor, m2: Tensor, chunks: int) -> None:
-        """Chan's formula for equally many chunks a rank: two sums of the whole model over the ranks."""
+        """Chan's formula for equally many chunks a rank: two sums of the whole model over the ranks.
+
+        Ranks that hold the same chunks leave the mean as it is, and count the squares once each.
+        """
         local = mean.clone()
         torch.distributed.all_reduce(mean, group=self._group)
         mean.div_(self.ranks)
         local.sub_(mean)
         m2.addcmul_(local, local, value=chunks)
         torch.distributed.all_reduce(m2, group=self._group)
+        if self._sharing > 1:
+            m2.div_(self._sharing)
 
     def moments(self, param: Tensor) -> Moments:
         """Of one parameter, flat, over all k chunks; after :meth:`finish`."""
@@ -173,7 +217,8 @@ class ReplicatedMoments:
 
     def sent_bytes(self) -> tuple[int, int]:
         """Bytes that this rank sends to others: in a micro-batch, and once a window, as a ring all-reduces."""
-        return 0, 2 * (self.ranks - 1) * self.held_bytes()[0] // self.ranks
+        moments = self.held_bytes()[0]
+        return (self._sharing - 1) * moments // self._sharing, 2 * (self.ranks - 1) * moments // self.ranks
 
     def reset(self) -> None:
         """Begin the next window."""
@@ -184,3 +229,16 @@ class ReplicatedMoments:
         self._chunks = 0
         self._micro_batches = 0
         self._merged = False
+
+
+def _sum_pending(accumulators: Sequence[_Accumulator], group: Any) -> None:
+    """Sum the gradients of the micro-batch that is open over the ranks of ``group``, in one all-reduce."""
+    if not accumulators:
+        return
+    together = torch.cat(
+        [torch.zeros_like(held.mean) if held.pending is None else held.pending.flatten().to(held.mean.dtype)
+         for held in accumulators]
+    )  # fmt: skip
+    torch.distributed.all_reduce(together, group=group)
+    for held, part in zip(accumulators, together.split([held.mean.numel() for held in accumulators]), strict=True):
+        held.pending = part

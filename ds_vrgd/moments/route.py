@@ -74,6 +74,11 @@ class Plan:
         return len(self.order)
 
     @property
+    def peer_ranks(self) -> list[int]:
+        """Numbers of the peers among all data-parallel ranks, by peer."""
+        return [self.rank - self.me + peer for peer in range(self.peers)]  # of all, or of a node: consecutive
+
+    @property
     def share(self) -> int:
         """Ranks whose elements one peer is sent."""
         return self.ranks // self.peers

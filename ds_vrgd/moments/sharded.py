@@ -23,6 +23,7 @@ from ds_vrgd.moments.lanes import Lanes, lanes_on
 from ds_vrgd.moments.nodes import NodeGroups, NodeMoments
 from ds_vrgd.moments.norms import ChunkNorms
 from ds_vrgd.moments.route import Plan, Route
+from ds_vrgd.moments.sequences import SequenceGroups
 from ds_vrgd.moments.store import ShardStore, Sink
 
 
@@ -81,6 +82,8 @@ class ShardedMoments:
         nodes: exchange gradients inside the nodes only, and moments between them.
         in_flight: exchanges that may be under way at once.
         norms: takes the norm of every chunk gradient of this rank; None to take none.
+        sequences: which ranks compute one chunk together; None where every rank has chunks of its own. Their parts
+            are summed where they arrive, so that nothing more travels.
     """
 
     def __init__(
@@ -92,10 +95,13 @@ class ShardedMoments:
         nodes: NodeGroups | None = None,
         in_flight: int = 2,
         norms: ChunkNorms | None = None,
+        sequences: SequenceGroups | None = None,
     ) -> None:
         self._nodes = nodes
         self._norms = norms
         self._plan = Plan.direct(group) if nodes is None else nodes.plan()
+        self._sequences = sequences
+        self._rows = [] if sequences is None else sequences.rows(self._plan.peer_ranks)
         self._routes = list(routes)
         self._bucket_numel = bucket_numel
         self._in_flight = in_flight
@@ -122,7 +128,8 @@ class ShardedMoments:
         self._lanes = lanes_on(self._buckets[0].device)
         self._sink = self._store = ShardStore(self._buckets)
         if self._nodes is not None:
-            self._sink = NodeMoments(self._buckets, self._nodes, self._store, self._lanes)
+            chunks = len(self._rows) or self._nodes.per_node
+            self._sink = NodeMoments(self._buckets, self._nodes, self._store, self._lanes, chunks)
 
     def _buffer(self, purpose: str, bucket: Bucket) -> Buffer:
         """A buffer that is large enough ``"to send"`` or ``"to receive"`` any bucket of this dtype."""
@@ -244,6 +251,8 @@ class ShardedMoments:
             sent.free = self._lanes.mark(sent.free)
         if bucket.own:
             rows = received.data[: bucket.own * self._plan.peers].view(self._plan.peers, bucket.own)
+            if self._sequences is not None:
+                rows = self._sequences.join(rows, self._rows)
             self._sink.merge(bucket, rows, self._micro_batches)
         if flight.work is None:
             sent.free = self._lanes.mark(sent.free)
@@ -268,7 +277,7 @@ class ShardedMoments:
             self._sink.finish(self._micro_batches)
             self._finished = self._micro_batches
         self._lanes.join()
-        return self._micro_batches * self._plan.ranks
+        return self._micro_batches * self._plan.ranks // (1 if self._sequences is None else self._sequences.size)
 
     def moments(self, shard: Tensor) -> Moments:
         """Over all k chunks, laid out as ``shard`` is; 0 in its padding. After :meth:`finish`.

@@ -19,7 +19,7 @@ class Sink(Protocol):
         """Have memory for what ``bucket`` will bring."""
 
     def merge(self, bucket: Bucket, received: Tensor, parts: int) -> None:
-        """Merge one micro-batch, ``(peers, own)``, into the ``parts`` before it."""
+        """Merge one micro-batch, ``(chunks, own)``, into the ``parts`` before it."""
 
     def finish(self, parts: int) -> None:
         """Bring the shards' moments up to date; a collective where nodes have to talk."""
@@ -70,7 +70,7 @@ class ShardStore:
         return total[piece.shard_start : end], m2[piece.shard_start : end]
 
     def merge(self, bucket: Bucket, received: Tensor, parts: int) -> None:
-        """Merge one micro-batch of all ranks' gradients, ``(ranks, own)``."""
+        """Merge one micro-batch of all ranks' chunk gradients, ``(chunks, own)``."""
         for piece in bucket.pieces:
             total, m2 = self.views(piece)
             merge_chunks_(received[:, piece.start : piece.start + piece.numel], total, m2, parts)

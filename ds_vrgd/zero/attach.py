@@ -13,6 +13,7 @@ from ds_vrgd.zero.fused import unfit
 from ds_vrgd.zero.observer import EngineObserver
 from ds_vrgd.zero.refusals import guard_compile
 from ds_vrgd.zero.restore import load_instead
+from ds_vrgd.zero.sequences import sequence_groups
 from ds_vrgd.zero.tensor_parallel import unmarked_splits
 from ds_vrgd.zero.topology import ranks_per_node
 from ds_vrgd.zero.wrappers import holdings_of
@@ -39,8 +40,10 @@ def attach(engine: Engine) -> None:
     fused, why = choose_reduction(engine, optimizer.reduction) if reduces else (False, "gamma=1")
     holdings = holdings_of(engine, every_group=fused)
     _warn_of_unmarked(engine, type(optimizer).__name__)
-    per_node = ranks_per_node(optimizer.ranks_per_node, engine.device, holdings.group) if holdings.routes else 1
-    observer = EngineObserver(engine, holdings, fused=fused, ranks_per_node=per_node, why=why)
+    sequences = sequence_groups(engine) if reduces else None
+    whole = () if sequences is None else sequences.members
+    per_node = ranks_per_node(optimizer.ranks_per_node, engine.device, holdings.group, whole) if holdings.routes else 1
+    observer = EngineObserver(engine, holdings, fused=fused, ranks_per_node=per_node, sequences=sequences, why=why)
     optimizer.observe(observer)
     guard_compile(engine)
     load_instead(engine)

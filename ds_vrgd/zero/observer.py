@@ -15,6 +15,7 @@ from ds_vrgd.moments import (
     NodeGroups,
     Ranks,
     ReplicatedMoments,
+    SequenceGroups,
     ShardedMoments,
     ShardLayout,
 )
@@ -52,6 +53,7 @@ class EngineObserver:
         holdings: what its optimizer wrapper holds.
         fused: replace the wrapper's reduction; else look on beside it, through hooks on the parameters.
         ranks_per_node: gradients travel among so many consecutive ranks, and only moments beyond them.
+        sequences: which ranks share their samples; None where none do.
         why: what decided on ``fused``.
 
     Attributes:
@@ -59,7 +61,16 @@ class EngineObserver:
         why: as given.
     """
 
-    def __init__(self, engine: Engine, holdings: Holdings, *, fused: bool, ranks_per_node: int, why: str = "") -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        holdings: Holdings,
+        *,
+        fused: bool,
+        ranks_per_node: int,
+        sequences: SequenceGroups | None = None,
+        why: str = "",
+    ) -> None:
         self.window = 0
         self.mode = "fused" if fused else "observe" if holdings.routes or holdings.copies else "off"
         self.why = why
@@ -88,14 +99,16 @@ class EngineObserver:
             routes = sorted(holdings.routes, key=lambda route: place[route.param], reverse=True)
             bucket = min(int(engine.zero_reduce_bucket_size()), LARGEST_BUCKET)
             nodes = NodeGroups.build(holdings.group, ranks_per_node)
-            self._cut = ShardedMoments(routes, holdings.group, bucket, nodes=nodes, norms=self._norms)
+            self._cut = ShardedMoments(
+                routes, holdings.group, bucket, nodes=nodes, norms=self._norms, sequences=sequences
+            )
             if fused:
                 fuse(engine.optimizer, self._cut, holdings.layouts)
             else:
                 self._hook([route.param for route in routes], self._cut)
         if holdings.copies:
             params = list(holdings.copies.values())
-            self._whole = ReplicatedMoments(params, self._data_parallel, norms=self._norms)
+            self._whole = ReplicatedMoments(params, self._data_parallel, norms=self._norms, sequences=sequences)
             self._hook(params, self._whole)
 
     @staticmethod

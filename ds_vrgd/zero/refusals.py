@@ -12,6 +12,7 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from ds_vrgd.optim import unused_over
 from ds_vrgd.zero.compat import defects, setting
 from ds_vrgd.zero.groups import tensor_parallel_group
+from ds_vrgd.zero.sequences import refuse_sequences
 from ds_vrgd.zero.tensor_parallel import TENSOR_PARALLEL
 
 Engine = Any
@@ -133,12 +134,6 @@ def _model_parallel(engine: Engine) -> str | None:
     return None
 
 
-def _sequence_parallel(engine: Engine) -> str | None:
-    if engine.sequence_parallel_size > 1:
-        return f"sequence_parallel_size={engine.sequence_parallel_size}: not supported yet. Set it to 1"
-    return None
-
-
 def _experts(engine: Engine) -> str | None:
     if engine.has_moe_layers:
         return "MoE layers: expert parallelism is not supported yet"
@@ -183,7 +178,7 @@ REFUSALS: tuple[Callable[[Engine], str | None], ...] = (
     _pipeline,
     _model_parallel,
     *TENSOR_PARALLEL,
-    _sequence_parallel,
+    refuse_sequences,
     _experts,
     _summed_gradients,
     _elastic_checkpoint,

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 
 
-def ranks_per_node(wanted: int | None, device: torch.device, group: Any) -> int:
+def ranks_per_node(
+    wanted: int | None, device: torch.device, group: Any, together: Iterable[tuple[int, ...]] = ()
+) -> int:
     """Data-parallel ranks that share a node; a collective of all ranks.
 
     Args:
@@ -16,10 +19,11 @@ def ranks_per_node(wanted: int | None, device: torch.device, group: Any) -> int:
             DeepSpeed's).
         device: where the ranks can talk to each other.
         group: process group of the data-parallel ranks: some of those on a node, where the model is cut, too.
+        together: numbers in ``group`` of ranks that must not be on different nodes, because they share their chunks.
 
     Returns:
-        ``wanted`` if it is given. The size of ``group``, so that there is one level, where the launcher says nothing
-        or where the nodes are not equal.
+        ``wanted`` if it is given. The size of ``group``, so that there is one level, where the launcher says nothing,
+        where the nodes are not equal, or where they would part what is ``together``.
 
     Raises:
         ValueError: ``wanted`` differs between the ranks.
@@ -29,7 +33,8 @@ def ranks_per_node(wanted: int | None, device: torch.device, group: Any) -> int:
     nodes = [rank // told for rank in torch.distributed.get_process_group_ranks(group)]
     own = nodes.count(nodes[0])
     in_a_row = world % told == 0 and nodes == sorted(nodes) and {nodes.count(node) for node in nodes} == {own}
-    here = wanted or (own if in_a_row else size)
+    whole = all(len({number // own for number in ranks}) == 1 for ranks in together)
+    here = wanted or (own if in_a_row and whole else size)
     extremes = torch.tensor([here, -here], device=device)
     torch.distributed.all_reduce(extremes, op=torch.distributed.ReduceOp.MAX)
     most, minus_least = extremes.tolist()

@@ -1,0 +1,205 @@
+"""Drive engines whose sequences are cut over ranks (Ulysses) beside the dense float64 reference."""
+
+from __future__ import annotations
+
+import tempfile
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import deepspeed.runtime.sequence_parallel.parallel_state_sp as mpu
+import torch
+from torch import Tensor
+
+import ds_vrgd
+from ds_vrgd.doctor.chunks import SeenGradients, chunk_gradients, difference
+from ds_vrgd.doctor.reference import DenseOptimizer
+from ds_vrgd.doctor.weights import master_weights, whole_weights
+from tests.support.sequence import make_sequence_model, sequence_batches
+from tests.support.trajectory import ARGUMENTS, DTYPES, relative_error
+
+WORLD, STEPS = 4, 5
+
+
+@dataclass(frozen=True)
+class SequenceCase:
+    """One engine.
+
+    Attributes:
+        stage, dtype, accum_dtype: as in :class:`tests.support.trajectory.Case`.
+        size: ranks that share a sequence.
+        optimizer, arguments, reduction, ranks_per_node: of the optimizer.
+        accumulation: micro-batches a step.
+        clip: DeepSpeed's ``gradient_clipping``.
+    """
+
+    stage: int
+    dtype: str
+    size: int
+    accum_dtype: str | None = None
+    optimizer: str = "VRLAMB"
+    arguments: dict[str, Any] = field(default_factory=dict, hash=False)
+    reduction: str = "auto"
+    ranks_per_node: int | None = None
+    accumulation: int = 3
+    clip: float = 0.0
+
+    def name(self) -> str:
+        accum = f"+{self.accum_dtype}" if self.accum_dtype else ""
+        nodes = f"-nodes_of_{self.ranks_per_node}" if self.ranks_per_node else ""
+        clip = "-clipped" if self.clip else ""
+        options = "".join(f"-{key}={value}" for key, value in self.arguments.items())
+        shape = f"{self.size}x{WORLD // self.size}"
+        return f"{self.optimizer}-z{self.stage}-{self.dtype}{accum}-{shape}-{self.reduction}{nodes}{clip}{options}"
+
+    def hyper(self) -> dict[str, Any]:
+        return ARGUMENTS[self.optimizer] | self.arguments
+
+    def config(self) -> dict[str, Any]:
+        zero: dict[str, Any] = {"stage": self.stage, "reduce_bucket_size": 300, "allgather_bucket_size": 300}
+        if self.stage == 3:
+            zero |= {"stage3_param_persistence_threshold": 0, "sub_group_size": 400}
+        told = {"reduction": self.reduction, "ranks_per_node": self.ranks_per_node}
+        config: dict[str, Any] = {
+            "train_micro_batch_size_per_gpu": 2,
+            "gradient_accumulation_steps": self.accumulation,
+            "gradient_clipping": self.clip,
+            "zero_optimization": zero,
+            "optimizer": {"type": self.optimizer, "params": self.hyper() | told},
+            "steps_per_print": 10**9,
+        }
+        if self.dtype == "bf16":
+            config["bf16"] = {"enabled": True}
+        if self.accum_dtype:
+            config["data_types"] = {"grad_accum_dtype": self.accum_dtype}
+        return config
+
+
+def cases() -> list[SequenceCase]:
+    """Stages, dtypes and ways of the gradients, four ranks cut 2 x 2 and 4 x 1."""
+    engines = [(0, "fp32", None), (0, "bf16", None), (1, "fp32", None), (1, "bf16", None), (1, "bf16", "fp32")]
+    engines += [(2, "fp32", None), (2, "bf16", None), (3, "fp32", None), (3, "bf16", None)]
+    found = [SequenceCase(stage, dtype, 2, accum) for stage, dtype, accum in engines]
+    observed = [replace(case, reduction="observe") for case in found if case.stage and case.accum_dtype is None]
+    found += observed
+    found += [SequenceCase(stage, "fp32", 4) for stage in range(4)]
+    # Not the ratio alone but the gradient, too, has DeepSpeed's scale; with gamma=1 it is DeepSpeed's own.
+    for stage in range(4):
+        found += [SequenceCase(stage, "fp32", 2, optimizer="VRSGD", clip=0.5)]
+        found += [SequenceCase(stage, "fp32", 2, optimizer="VRSGD", arguments={"gamma": 1.0})]
+    found += [SequenceCase(stage, "fp32", 2, ranks_per_node=2) for stage in (2, 3)]
+    found += [SequenceCase(stage, "bf16", 2, ranks_per_node=2, reduction="observe") for stage in (1, 3)]
+    return found
+
+
+def cut(size: int) -> Any:
+    """The mpu, for sequences over ``size`` ranks."""
+    mpu._release_sequence_parallel_groups()
+    mpu.initialize_sequence_parallel(size)
+    return mpu
+
+
+def build(case: SequenceCase, config: dict[str, Any] | None = None) -> Any:
+    parallel = cut(case.size)
+    model = make_sequence_model(parallel.get_sequence_parallel_group())
+    engine, *_ = deepspeed.initialize(
+        model=model, model_parameters=groups_of(model), config=config or case.config(), mpu=parallel
+    )
+    return engine
+
+
+def groups_of(model: torch.nn.Module) -> list[dict[str, Any]]:
+    matrices = [param for param in model.parameters() if param.dim() > 1]
+    vectors = [param for param in model.parameters() if param.dim() == 1]
+    return [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
+
+
+@dataclass
+class Seen:
+    """What rank 0 found.
+
+    Attributes:
+        of_weights: |theta - theta_ref| / |theta_ref|.
+        of_chunks: how far the sums over a sequence group's ranks are from the gradients of whole sequences.
+        k, chunks: what the optimizer counted, and what there were.
+        noise: its noise scale, and that of one whole sequence group's chunks.
+    """
+
+    of_weights: float
+    of_chunks: float
+    k: int | None
+    chunks: int
+    stats_error: float
+
+
+def train(engine: Any, case: SequenceCase, step: int) -> None:
+    """One optimizer step; the ranks that share a sequence are given the same samples."""
+    replicas = WORLD // case.size
+    micro_batches = sequence_batches(step, case.accumulation * replicas)
+    replica = torch.distributed.get_rank() // case.size
+    for index in range(case.accumulation):
+        engine.backward(engine(micro_batches[index * replicas + replica].to(engine.device)))
+        engine.step()
+
+
+def run_case(case: SequenceCase, rank: int) -> Seen | None:
+    engine = build(case)
+    seen = SeenGradients(engine.module)
+    original, accumulated = engine._backward_epilogue, case.accumulation
+    engine._backward_epilogue = lambda: (original(), seen.end_chunk(1.0 / accumulated))
+    plain = make_sequence_model().to(engine.device, DTYPES[case.dtype])
+    start = {name: weight.detach().cpu().double() for name, weight in plain.named_parameters()}
+    names = list(start)
+    matrices = [name for name in names if start[name].dim() > 1]
+    vectors = [name for name in names if start[name].dim() == 1]
+    reference = DenseOptimizer(
+        case.optimizer, start, [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}], **case.hyper()
+    )
+    of_chunks = 0.0
+    k, stats_error = None, 0.0
+    for step in range(STEPS):
+        with whole_weights(engine) as weights:
+            plain.load_state_dict(weights, strict=False)
+        replicas = WORLD // case.size
+        whole = chunk_gradients(plain, sequence_batches(step, case.accumulation * replicas), 1.0) if rank == 0 else []
+        train(engine, case, step)
+        parts = seen.collect()
+        if step == 0 and case.hyper().get("gamma", 0.1) < 1:
+            stats = ds_vrgd.gsnr_stats(engine)
+            k = stats.k
+        if rank:
+            continue
+        joined = join(parts, case)
+        of_chunks = max(of_chunks, difference(joined, whole))
+        # The reference is given the very parts: key biases have no gradient but rounding, which LAMB makes as large as any.
+        chunks = joined
+        if case.stage == 3:  # DeepSpeed's mean is over all ranks there
+            chunks = [{name: grad / case.size for name, grad in chunk.items()} for chunk in chunks]
+        reference.step(chunks, clip=case.clip)
+    assert (engine.global_steps, engine.skipped_steps) == (STEPS, 0)
+    masters = master_weights(engine)
+    engine.destroy()
+    if rank:
+        return None
+    return Seen(relative_error(masters, reference), of_chunks, k, case.accumulation * WORLD // case.size, stats_error)
+
+
+def join(parts: list[dict[str, Tensor]], case: SequenceCase) -> list[dict[str, Tensor]]:
+    """Chunks from the ranks' parts, which come by micro-batch and rank; a rank may lack a layer."""
+    chunks = []
+    for first in range(0, len(parts), case.size):
+        together = parts[first : first + case.size]
+        names = {name: None for part in together for name in part}
+        chunks.append({name: sum(part[name] for part in together if name in part) for name in names})
+    return chunks
+
+
+def run_cases(rank: int, chosen: list[SequenceCase]) -> list[Any]:
+    found: list[Any] = []
+    for case in chosen:
+        try:
+            found.append(run_case(case, rank))
+        except Exception as error:
+            found.append(f"{type(error).__name__}: {error}")
+    return found
