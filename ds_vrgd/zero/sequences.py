@@ -46,6 +46,13 @@ def refuse_sequences(engine: Engine) -> str | None:
             "the JSON: DeepSpeed then reduces gradients over the data-parallel ranks alone, and the ranks that share a "
             f"sequence drift apart. {way_out}, without the two in the JSON"
         )
+    if engine.zero_optimization_stage() == 1 and engine.get_data_types() == (torch.bfloat16, torch.float32):
+        return (
+            f"data_types.grad_accum_dtype=fp32 with bf16 at stage 1 and a sequence-parallel size of {size}: in the "
+            "gradient norm DeepSpeed's BF16_Optimizer takes the ranks that share a sequence for tensor-parallel ones, "
+            "and fails on all but the first. Leave out grad_accum_dtype (fused mode accumulates in fp32 anyway), or "
+            "use stage 2"
+        )
     if engine.zero_optimization_stage() == 3 and not engine.zero_reduce_scatter():
         return (
             f"zero_optimization.reduce_scatter=false at stage 3 with a sequence-parallel size of {size}: DeepSpeed "

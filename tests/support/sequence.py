@@ -21,7 +21,7 @@ class Attention(nn.Module):
 
 
 class SequenceLM(nn.Module):
-    """One block; an output head tied to the embedding; a weight that only the first part of a sequence uses.
+    """One block; an output head tied to the embedding; a weight with a gradient on the first part of a sequence alone.
 
     Args:
         group: of the ranks that share a sequence; None to compute whole sequences.
@@ -34,7 +34,7 @@ class SequenceLM(nn.Module):
         self.tokens = nn.Embedding(VOCABULARY, WIDTH)
         self.positions = nn.Embedding(LENGTH, WIDTH)
         self.first = nn.Parameter(torch.empty(WIDTH))
-        self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
+        self.qkv = nn.Linear(WIDTH, 3 * WIDTH, bias=False)  # a key's bias has no gradient but rounding
         self.attention = Attention() if group is None else DistributedAttention(Attention(), group)
         self.out = nn.Linear(WIDTH, WIDTH)
         self.norm = nn.LayerNorm(WIDTH)
@@ -42,12 +42,11 @@ class SequenceLM(nn.Module):
         self.head.weight = self.tokens.weight
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """This rank's part of the mean next-token loss of ``(batch, LENGTH + 1)`` tokens: the parts' sum is the mean."""
+        """This rank's part of the mean next-token loss of ``(batch, LENGTH + 1)`` tokens, which is the parts' sum."""
         size = LENGTH // self.parts
         places = torch.arange(self.part * size, (self.part + 1) * size, device=tokens.device)
-        x = (self.tokens(tokens[:, places]) + self.positions(places)).transpose(0, 1)
-        if self.part == 0:
-            x = torch.cat([x[:1] + self.first, x[1:]])
+        x = self.tokens(tokens[:, places]) + self.positions(places) + self.first * (places == 0).unsqueeze(1)
+        x = x.transpose(0, 1)
         q, k, v = (t.unflatten(-1, (HEADS, HEAD)).contiguous() for t in self.qkv(x).chunk(3, dim=-1))
         mixed = self.attention(q, k, v) if self.parts == 1 else self.attention(q, k, v, 1)
         x = self.norm(x + self.out(mixed.flatten(-2))).transpose(0, 1)

@@ -36,6 +36,7 @@ METHODS = {
     "step": (["self", "lr_kwargs"], "attach"),
     "zero_reduce_bucket_size": (["self"], "observer"),
     "zero_optimization_stage": (["self"], "refusals"),
+    "zero_reduce_scatter": (["self"], "sequences"),
     "fp16_enabled": (["self"], "refusals"),
     "torch_autocast_enabled": (["self"], "refusals"),
     "torch_autocast_dtype": (["self"], "refusals"),
