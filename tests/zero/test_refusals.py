@@ -176,7 +176,6 @@ def test_pipeline_is_refused(errors: dict[str, str]) -> None:
 @pytest.mark.parametrize(
     ("attribute", "value", "message"),
     [
-        ("sequence_parallel_size", 2, "sequence_parallel_size=2"),
         ("has_moe_layers", True, "MoE layers"),
     ],
 )
