@@ -1,6 +1,7 @@
 """Chunk gradients to mean and centred sum of squares, on the elements that this rank updates."""
 
 from ds_vrgd.moments.chan import Moments
+from ds_vrgd.moments.copies import CopiedMoments, WithCopies
 from ds_vrgd.moments.layout import SUM_DTYPE, Layer, LayerTable, Ranks, Segment, ShardLayout
 from ds_vrgd.moments.nodes import NodeGroups
 from ds_vrgd.moments.norms import ChunkNorms
@@ -12,6 +13,7 @@ from ds_vrgd.moments.sharded import ShardedMoments
 __all__ = [
     "SUM_DTYPE",
     "ChunkNorms",
+    "CopiedMoments",
     "Layer",
     "LayerTable",
     "Moments",
@@ -23,4 +25,5 @@ __all__ = [
     "SequenceGroups",
     "ShardLayout",
     "ShardedMoments",
+    "WithCopies",
 ]

@@ -81,11 +81,13 @@ def table_of_params(named: Iterable[tuple[str, Tensor]], *, shapes: bool = True)
     }
 
 
-def table_of_arguments(optimizer: VROptimizer) -> dict[str, str]:
-    """Class, arguments and param groups, without their parameters: the same on every rank, whatever it holds."""
+def table_of_arguments(optimizer: VROptimizer, *, groups: bool = True) -> dict[str, str]:
+    """Class, arguments and, with ``groups``, param groups, without their parameters, whatever a rank holds of these."""
     table = {"the optimizer": type(optimizer).__name__} | {
         name: repr(getattr(optimizer, name)) for name in OF_THE_WHOLE
     }
+    if not groups:
+        return table
     table["the number of param groups"] = str(len(optimizer.param_groups))
     for index, group in enumerate(optimizer.param_groups):
         table |= {f"{name} of param group {index}": _plain(group[name]) for name in optimizer.defaults if name in group}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
@@ -63,6 +63,10 @@ class LayerSums:
         table = self.table(shards)
         columns = [table.sums([tensor.flatten() for tensor in sequence], 2) for sequence in tensors]
         return [table.split(total.sqrt()) for total in self.sum_over_ranks(table, columns)]
+
+    def merge_statistics(self, merge: Callable[[Sequence[LayerStatistics]], list[LayerStatistics]]) -> None:
+        """Replace what the last step saw by what ``merge`` makes of it: that of other ranks, too."""
+        self._statistics = merge(self._statistics)
 
     @property
     def layer_statistics(self) -> Sequence[LayerStatistics]:

@@ -6,14 +6,17 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.utils import logger
 
 from ds_vrgd.optim import VROptimizer
 from ds_vrgd.zero.fused import unfit
 from ds_vrgd.zero.observer import EngineObserver
+from ds_vrgd.zero.pipeline import Follower, refuse_to_save
 from ds_vrgd.zero.refusals import guard_compile
 from ds_vrgd.zero.restore import load_instead
 from ds_vrgd.zero.sequences import sequence_groups
+from ds_vrgd.zero.stages import StageStatistics
 from ds_vrgd.zero.tensor_parallel import unmarked_splits
 from ds_vrgd.zero.topology import ranks_per_node
 from ds_vrgd.zero.wrappers import holdings_of
@@ -47,19 +50,48 @@ def attach(engine: Engine) -> None:
     optimizer.observe(observer)
     guard_compile(engine)
     load_instead(engine)
-    _call_after(engine, "_backward_epilogue", observer.end_micro_batch)
     end = WindowEnd(optimizer, observer)
-    if reduces:
-        _call_before(engine, "_backward_prologue", observer.begin_micro_batch)
-        _call_before(engine, "_take_model_step", observer.refuse_broken_pass)
-    _call_after(engine, "_take_model_step", end.close)
-    _call_after(engine, "step", end.complain)
+    if isinstance(engine, PipelineEngine):
+        if reduces:
+            _merge_statistics(engine, optimizer, observer)
+        _attach_pipeline(engine, observer, end)
+    else:
+        _call_after(engine, "_backward_epilogue", observer.end_micro_batch)
+        if reduces:
+            _call_before(engine, "_backward_prologue", observer.begin_micro_batch)
+            _call_before(engine, "_take_model_step", observer.refuse_broken_pass)
+        _call_after(engine, "_take_model_step", end.close)
+        _call_after(engine, "step", end.complain)
     if engine.global_rank == 0:
         layers = sum(len(layout.layers) for layout in holdings.layouts.values())
         logger.info(
             f"{type(optimizer).__name__}: {layers} layers under {type(engine.optimizer).__name__}; "
             f"{'fused with' if fused else 'beside'} DeepSpeed's reduction: {why}"
         )
+
+
+def _attach_pipeline(engine: Engine, observer: EngineObserver, end: WindowEnd) -> None:
+    """The pipeline engine follows a schedule, and has no ``backward()`` and no ``step()`` of its own."""
+    refuse_to_save(engine)
+    follower = Follower(engine, observer.end_micro_batch, observer.copied)
+    _call_before(engine, "train_batch", follower.refuse_broken_batch)
+    _call_after(engine, "_take_model_step", follower.close)
+    _call_after(engine, "_take_model_step", end.close)
+    if follower.has_copies:
+        # Each stage updates its copy by sums that it forms in an order of its own.
+        _call_after(engine, "_take_model_step", engine.module._synchronize_tied_weights)
+    _call_after(engine, "train_batch", end.complain)
+
+
+def _merge_statistics(engine: Engine, optimizer: VROptimizer, observer: EngineObserver) -> None:
+    """Give every rank of a pipeline what all stages have measured."""
+    stages = StageStatistics(observer.observed_layers(), engine.mpu.get_pipe_parallel_group(), engine.device)
+
+    def merge() -> None:
+        if engine.was_step_applied():
+            optimizer.merge_statistics(stages.merge)
+
+    _call_after(engine, "_take_model_step", merge)
 
 
 def choose_reduction(engine: Engine, wanted: str) -> tuple[bool, str]:

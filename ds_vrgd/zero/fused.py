@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import Tensor
@@ -279,6 +280,8 @@ def unfit(engine: Engine) -> str | None:
     wrapper = engine.optimizer
     if engine.zero_optimization_stage() == 0:
         return "zero_optimization.stage=0 keeps whole gradients on every rank. Use stage 1, 2 or 3"
+    if isinstance(engine, PipelineEngine):
+        return "PipelineModule: its engine reduces when the last micro-batch is through. Use ZeRO without a pipeline"
     old = too_old_to_fuse()
     if old:
         return old

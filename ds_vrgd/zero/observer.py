@@ -2,32 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch import Tensor
 
 from ds_vrgd.moments import (
     SUM_DTYPE,
     ChunkNorms,
+    CopiedMoments,
+    Layer,
     Moments,
     NodeGroups,
     Ranks,
     ReplicatedMoments,
+    Route,
     SequenceGroups,
     ShardedMoments,
     ShardLayout,
+    WithCopies,
 )
 from ds_vrgd.optim import VROptimizer
 from ds_vrgd.optim.nonfinite import BadGradient, any_rank_has_bad, gather_bad
 from ds_vrgd.optim.plain import norm_of_gradients
 from ds_vrgd.zero.fused import fuse
 from ds_vrgd.zero.groups import everyone, model_parallel_group
+from ds_vrgd.zero.pipeline import cut_with_copies, tied_weights, whole_with_copies
 from ds_vrgd.zero.scale import GradientScale
 from ds_vrgd.zero.wrappers import Holdings
 
 Engine = Any
+AnyMoments = ReplicatedMoments | ShardedMoments | WithCopies
 
 # Elements of an exchanged bucket: 64 MB in bf16, enough to fill a link, little beside DeepSpeed's own 1 GB.
 LARGEST_BUCKET = 2**25
@@ -87,39 +94,59 @@ class EngineObserver:
         self._scale = None if engine.optimizer is engine.basic_optimizer else GradientScale(engine)
         # Verdicts, such as to skip a step, are taken by all ranks together; chunks are the data-parallel ranks'.
         self._everyone = everyone(engine)
+        # A pipeline's stages hold other layers, perhaps in other param groups: no call of step() concerns all of them.
+        alike = self._data_parallel if isinstance(engine, PipelineEngine) else self._everyone
         self._model_parallel = model_parallel_group(engine)
         cut = any(layer.groups for layout in holdings.layouts.values() for layer in layout.layers)
-        spread = cut or self._everyone is not self._data_parallel
-        self.ranks = Ranks(engine.device, self._everyone if spread else None)
-        self._whole: ReplicatedMoments | None = None
-        self._cut: ShardedMoments | None = None
+        spread = cut or alike is not self._data_parallel
+        self.ranks = Ranks(engine.device, alike if spread else None)
+        self._whole: ReplicatedMoments | WithCopies | None = None
+        self._cut: ShardedMoments | WithCopies | None = None
+        tied = {param: weights.group for weights in tied_weights(engine.module) for param in weights.params}
         if holdings.routes:
             # Backward goes through the model about in the reverse of its order, whatever the param groups are.
             place = {param: index for index, param in enumerate(engine.param_names)}
             routes = sorted(holdings.routes, key=lambda route: place[route.param], reverse=True)
             bucket = min(int(engine.zero_reduce_bucket_size()), LARGEST_BUCKET)
             nodes = NodeGroups.build(holdings.group, ranks_per_node)
-            self._cut = ShardedMoments(
-                routes, holdings.group, bucket, nodes=nodes, norms=self._norms, sequences=sequences
-            )
+
+            def sharded(routes: Sequence[Route], norms: ChunkNorms | None) -> ShardedMoments:
+                return ShardedMoments(routes, holdings.group, bucket, nodes=nodes, norms=norms, sequences=sequences)
+
             if fused:
-                fuse(engine.optimizer, self._cut, holdings.layouts)
+                self._cut = exchange = sharded(routes, self._norms)
+                fuse(engine.optimizer, exchange, holdings.layouts)
             else:
+                rank = torch.distributed.get_rank(holdings.group)
+                beside = cut_with_copies(routes, rank, tied, sharded, self._norms) if tied else None
+                self._cut = beside or sharded(routes, self._norms)
                 self._hook([route.param for route in routes], self._cut)
         if holdings.copies:
             params = list(holdings.copies.values())
-            self._whole = ReplicatedMoments(params, self._data_parallel, norms=self._norms, sequences=sequences)
+
+            def replicated(params: Sequence[Tensor], norms: ChunkNorms | None) -> ReplicatedMoments:
+                return ReplicatedMoments(params, self._data_parallel, norms=norms, sequences=sequences)
+
+            if tied:
+                self._whole = whole_with_copies(params, tied, replicated, self._norms)
+            else:
+                self._whole = replicated(params, self._norms)
             self._hook(params, self._whole)
 
     @staticmethod
-    def _hook(params: Sequence[Tensor], moments: ReplicatedMoments | ShardedMoments) -> None:
+    def _hook(params: Sequence[Tensor], moments: AnyMoments) -> None:
         for param in params:
             # A tensor hook sees the gradient of one micro-batch, before DeepSpeed's own hooks reduce it.
             param.register_hook(lambda grad, param=param: moments.add(param, grad))
 
     @property
-    def _moments(self) -> ReplicatedMoments | ShardedMoments | None:
+    def _moments(self) -> AnyMoments | None:
         return self._cut if self._cut is not None else self._whole
+
+    @property
+    def copied(self) -> Mapping[Tensor, CopiedMoments]:
+        """By observed weight of which other ranks hold copies."""
+        return self._moments.copied if isinstance(self._moments, WithCopies) else {}
 
     def begin_micro_batch(self) -> None:
         """A backward pass of the engine begins; called once or more often in a pass.
@@ -172,6 +199,13 @@ class EngineObserver:
     def tensors(self) -> tuple[Tensor, ...]:
         """The optimizer's tensors on this rank, by param group, also while DeepSpeed keeps them out of the groups."""
         return tuple(self._holdings.layouts)
+
+    def observed_layers(self) -> list[Layer]:
+        """Those whose chunk gradients are observed, in the order of the optimizer's tensors."""
+        held = self._holdings
+        params = [*(route.param for route in held.routes), *held.copies.values()]
+        names = {str(self._names[param]) for param in params}
+        return [layer for layout in held.layouts.values() for layer in layout.layers if layer.name in names]
 
     def held_bytes(self) -> tuple[int, int]:
         """Bytes held on this rank now, outside a backward pass: of moments, and of exchange buffers."""

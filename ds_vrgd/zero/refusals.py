@@ -12,6 +12,7 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from ds_vrgd.optim import unused_over
 from ds_vrgd.zero.compat import defects, setting
 from ds_vrgd.zero.groups import tensor_parallel_group
+from ds_vrgd.zero.pipeline import PIPELINE
 from ds_vrgd.zero.sequences import refuse_sequences
 from ds_vrgd.zero.tensor_parallel import TENSOR_PARALLEL
 
@@ -117,19 +118,13 @@ def _half_precision_masters(engine: Engine) -> str | None:
     return None
 
 
-def _pipeline(engine: Engine) -> str | None:
-    if isinstance(engine, PipelineEngine):
-        return "PipelineModule: pipeline parallelism is not supported yet. Use ZeRO without a pipeline"
-    return None
-
-
 def _model_parallel(engine: Engine) -> str | None:
     group = tensor_parallel_group(engine)
     ranks = 1 if group is None else torch.distributed.get_world_size(group)
-    if engine.mp_world_size != ranks:
+    if engine.mp_world_size != ranks and not isinstance(engine, PipelineEngine):
         return (
             f"a model-parallel group of {engine.mp_world_size} ranks with {ranks} in the tensor-parallel group: "
-            "pipeline parallelism is not supported yet. Use tensor and data parallelism alone"
+            "pipeline parallelism without deepspeed's PipelineModule. Use that, or tensor and data parallelism alone"
         )
     return None
 
@@ -175,7 +170,7 @@ REFUSALS: tuple[Callable[[Engine], str | None], ...] = (
     _sparse_gradients,
     _compiled_model,
     _half_precision_masters,
-    _pipeline,
+    *PIPELINE,
     _model_parallel,
     *TENSOR_PARALLEL,
     refuse_sequences,
