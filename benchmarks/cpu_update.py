@@ -13,6 +13,7 @@ import os
 import platform
 import sys
 from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -148,8 +149,8 @@ def main(arguments: list[str]) -> int:
     for model in chosen.models:
         for threads in chosen.threads:
             os.environ["OMP_NUM_THREADS"] = str(threads)  # DeepSpeed's loops heed nothing else
-            with spawn.Pool(1) as pool:
-                rows += pool.apply(measure, (model, threads, chosen.contenders, chosen.repetitions))
+            with ProcessPoolExecutor(1, mp_context=spawn) as process:
+                rows += process.submit(measure, model, threads, chosen.contenders, chosen.repetitions).result()
     header = ["update", "million elements", "threads", "ms (10–90 %)", f"/ {REFERENCE}"]
     print("\n".join(table(header, rows)))
     print(f"load at the end {os.getloadavg()[0]:.1f}")

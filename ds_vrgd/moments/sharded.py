@@ -24,7 +24,7 @@ from ds_vrgd.moments.nodes import NodeGroups, NodeMoments
 from ds_vrgd.moments.norms import ChunkNorms
 from ds_vrgd.moments.route import Plan, Route
 from ds_vrgd.moments.sequences import SequenceGroups
-from ds_vrgd.moments.store import ShardStore, Sink
+from ds_vrgd.moments.store import ShardStore, Sink, beside
 
 
 @dataclass
@@ -294,7 +294,7 @@ class ShardedMoments:
             return Moments(zeros, zeros.clone(), max(self._micro_batches, 1))
         for moment in held:
             self._lanes.use(moment)
-        total, m2 = (moment.to(shard.device) for moment in held)
+        total, m2 = (beside(shard, moment) for moment in held)
         return Moments(total, m2, self._micro_batches)
 
     def held_bytes(self) -> tuple[int, int]:

@@ -95,6 +95,19 @@ class ShardStore:
         self._held.clear()
 
 
+def beside(shard: Tensor, moment: Tensor) -> Tensor:
+    """``moment`` on ``shard``'s device: itself, or a copy of it.
+
+    The copy is in page-locked memory where the shard's gradient is (DeepSpeed's ``offload_optimizer.pin_memory``): a
+    GPU fills that many times faster than fresh pages, and torch keeps it for the next step.
+    """
+    if moment.device == shard.device:
+        return moment
+    pinned = shard.grad is not None and shard.grad.is_pinned()
+    copy = torch.empty(moment.shape, dtype=moment.dtype, device=shard.device, pin_memory=pinned)
+    return copy.copy_(moment)
+
+
 def _gaps(shard: Tensor, pieces: Iterable[Piece]) -> list[tuple[int, int]]:
     """``(start, end)`` of what no piece of the shard covers."""
     gaps, end = [], 0
