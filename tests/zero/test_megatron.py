@@ -210,7 +210,6 @@ def pipeline_parallel(stage: int, dtype: str) -> tuple[float, list[float]]:
 
 RUNS = {
     "tensor-parallel-0-fp32": (tensor_parallel, 0, "fp32"),
-    "tensor-parallel-1-bf16": (tensor_parallel, 1, "bf16"),
     "tensor-parallel-2-bf16": (tensor_parallel, 2, "bf16"),
     "pipeline-0-fp32": (pipeline_parallel, 0, "fp32"),
     "pipeline-1-fp32": (pipeline_parallel, 1, "fp32"),

@@ -1,0 +1,10 @@
+from __future__ import annotations
+
+from tests.examples.launch import losses, run_example
+
+
+def test_it_learns_more_than_frequencies() -> None:
+    printed = run_example("pipeline", 2)
+    assert "k = 8; 27 layers, of which this stage holds" in printed, printed
+    learned, frequencies = losses(printed)
+    assert learned < frequencies, printed
