@@ -28,7 +28,6 @@ from deepspeed.utils import logger
 from torch import Tensor
 
 from ds_vrgd.moments import ChunkNorms, CopiedMoments, ReplicatedMoments, Route, ShardedMoments, WithCopies
-from ds_vrgd.zero.groups import tensor_parallel_group
 
 Engine = Any
 
@@ -233,12 +232,6 @@ def _other_pipeline(engine: Engine) -> str | None:
     return None
 
 
-def _tensor_parallel_pipeline(engine: Engine) -> str | None:
-    if isinstance(engine, PipelineEngine) and tensor_parallel_group(engine) is not None:
-        return "PipelineModule with tensor parallelism: not verified yet. Use either, with data parallelism"
-    return None
-
-
 def _sequence_parallel_pipeline(engine: Engine) -> str | None:
     if isinstance(engine, PipelineEngine) and engine.sequence_parallel_size > 1:
         return (
@@ -286,7 +279,6 @@ def _universal_pipeline(engine: Engine) -> str | None:
 #: Refusals: each takes the engine.
 PIPELINE: tuple[Callable[[Engine], str | None], ...] = (
     _other_pipeline,
-    _tensor_parallel_pipeline,
     _sequence_parallel_pipeline,
     _norm_of_first_stage,
     _unsummed_copies,

@@ -78,8 +78,8 @@ def build(staged: Staged, config: dict[str, Any] | None = None) -> Any:
     return engine
 
 
-def masters_by_stage(engine: Any) -> dict[str, dict[int, Tensor]]:
-    """The fp32 weights, flat, whole, by name and stage that holds them; a collective."""
+def masters_by_stage(engine: Any, group: Any | None = None) -> dict[str, dict[int, Tensor]]:
+    """The fp32 weights, flat, by name and stage that holds them, of the ranks of ``group``; a collective of these."""
     observer, mine = observer_of(engine), {}
     for tensor in observer.tensors:
         layout, flat = observer.layout(tensor), tensor.detach().flatten()
@@ -87,8 +87,8 @@ def masters_by_stage(engine: Any) -> dict[str, dict[int, Tensor]]:
             layer = layout.layers[segment.layer]
             piece = flat[segment.start : segment.start + segment.numel].cpu().clone()
             mine[layer.name] = piece if layer.groups or not engine.grid.get_data_parallel_rank() else piece[:0]
-    everyone: list[Any] = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(everyone, (engine.stage_id, mine))
+    everyone: list[Any] = [None] * torch.distributed.get_world_size(group)
+    torch.distributed.all_gather_object(everyone, (engine.stage_id, mine), group=group)
     found: dict[str, dict[int, Tensor]] = {}
     for stage, pieces in everyone:
         for name, piece in pieces.items():

@@ -67,8 +67,10 @@ def others() -> dict[str, Staged]:
         case = Case("VRLAMB", stage, dtype, 6, accum)
         found[f"four-stages-{stage}-{dtype}-{accum}"] = Staged(case, stages=4, blocks=5)
         found[f"one-stage-{stage}-{dtype}-{accum}"] = Staged(replace(case, accumulation=2), stages=1)
-        checkpointed = Staged(replace(case, accumulation=2), blocks=3, options={"activation_checkpoint_interval": 1})
-        found[f"checkpointed-{stage}-{dtype}-{accum}"] = checkpointed
+        options = {"activation_checkpoint_interval": 1, "checkpointable_layers": ["Block"]}
+        found[f"checkpointed-{stage}-{dtype}-{accum}"] = Staged(
+            replace(case, accumulation=2), blocks=3, options=options
+        )
     found["few-micro-batches"] = Staged(Case("VRLAMB", 1, "fp32", 2), stages=4, blocks=5)
     return found
 
