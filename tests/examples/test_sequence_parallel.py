@@ -1,0 +1,10 @@
+from __future__ import annotations
+
+from tests.examples.launch import losses, run_example
+
+
+def test_it_learns_more_than_frequencies() -> None:
+    printed = run_example("sequence_parallel", 2)
+    assert "k = 8: 2 ranks share each of them" in printed, printed
+    learned, frequencies = losses(printed)
+    assert learned < frequencies, printed
