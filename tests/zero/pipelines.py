@@ -35,6 +35,7 @@ class Staged:
         blocks: of the model, between the embedding and the output.
         tied: whether these two share their weight.
         options: of the ``PipelineModule``.
+        matrices: options of the param group of the matrices, tied ones among them.
     """
 
     case: Case
@@ -42,6 +43,7 @@ class Staged:
     blocks: int = 1
     tied: bool = True
     options: dict[str, Any] = field(default_factory=dict)
+    matrices: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass
@@ -73,6 +75,7 @@ def build(staged: Staged, config: dict[str, Any] | None = None) -> Any:
     with contextlib.redirect_stdout(io.StringIO()):
         module = pipeline(staged.blocks, staged.stages, tied=staged.tied, **staged.options)
         groups = param_groups(module, **staged.case.without_decay())
+        groups[0] |= staged.matrices
         config = config or staged.case.config(ranks)
         engine, *_ = deepspeed.initialize(model=module, model_parameters=groups, config=config)
     return engine
@@ -109,7 +112,9 @@ def follow(staged: Staged) -> Outcome:
     ranks, dtype = engine.grid.get_data_parallel_world_size(), DTYPES[case.dtype]
     plain = plain_model(staged.blocks, tied=staged.tied).to(engine.device, dtype)
     start = {name: param.detach().cpu().double() for name, param in plain.named_parameters()}
-    reference = DenseOptimizer(case.optimizer, start, reference_groups(start, case), **case.hyper())
+    groups = reference_groups(start, case)
+    groups[0] |= staged.matrices
+    reference = DenseOptimizer(case.optimizer, start, groups, **case.hyper())
     mean_ratios, noise, evaluated = None, None, True
     for step in range(case.steps):
         masters = masters_by_stage(engine)
@@ -124,9 +129,10 @@ def follow(staged: Staged) -> Outcome:
         train(engine, staged, range(step, step + 1))
         if step == 0 and case.optimizer.startswith("VR"):
             stats = ds_vrgd.gsnr_stats(engine)
-            right = {name: float(raw_ratio([chunk[name] for chunk in chunks], 1e-6).mean()) for name in start}
+            observed = [name for name in start if start[name].dim() == 1 or not staged.matrices]
+            right = {name: float(raw_ratio([chunk[name] for chunk in chunks], 1e-6).mean()) for name in observed}
             mean_ratios = {name: layer.mean_ratio for name, layer in stats.layers.items()}, right
-            noise = ds_vrgd.noise_scale(engine), noise_of(chunks, engine.train_micro_batch_size_per_gpu())
+            noise = ds_vrgd.noise_scale(engine), noise_of(chunks, observed, engine.train_micro_batch_size_per_gpu())
             assert stats.k == len(chunks)
         if step == 1:
             before = everything(engine, schedule=False)
@@ -143,10 +149,10 @@ def follow(staged: Staged) -> Outcome:
     return Outcome(error, error / moved, moved, copies, alike, mean_ratios, noise, evaluated, wrapper)
 
 
-def noise_of(chunks: list[dict[str, Tensor]], size: int) -> float:
+def noise_of(chunks: list[dict[str, Tensor]], names: list[str], size: int) -> float:
     """McCandlish et al. (2018), appendix A: from the norms of one chunk's and of all chunks' mean gradient."""
-    k, names = len(chunks), list(chunks[0])
-    small = sum(norm_of(list(chunk.values())) ** 2 for chunk in chunks) / k
+    k = len(chunks)
+    small = sum(norm_of([chunk[name] for name in names]) ** 2 for chunk in chunks) / k
     big = norm_of([torch.stack([chunk[name] for chunk in chunks]).mean(0) for name in names]) ** 2
     square = (k * size * big - size * small) / (k * size - size)
     return (small - big) / (1 / size - 1 / (k * size)) / square

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from ds_vrgd.doctor.reference import DenseOptimizer
 from ds_vrgd.optim import OPTIMIZERS
+from ds_vrgd.zero import CheckpointError, to_universal
 from ds_vrgd.zero.pipeline import EndBackward, EndMicroBatch, MeetCopies, ObservedSchedule, tied_weights
 from tests.support.model import param_groups
 from tests.support.pipeline import loss_of, pipeline, plain_model, samples, shares
@@ -53,12 +54,13 @@ def some() -> dict[str, Staged]:
     found["clipped-bf16"] = Staged(Case("VRSGD", 1, "bf16", 3, clip=0.3))
     found["prenormalized"] = Staged(Case("LAMB", 0, "fp32", 3, arguments={"prenormalize": True}))
     found["short"] = Staged(Case("VRLAMB", 1, "fp32", 1))
+    found["plain-copies"] = Staged(Case("VRLAMB", 1, "fp32", 2), matrices={"gamma": 1.0})
     found["untied"] = Staged(Case("VRAdam", 1, "fp32", 3), tied=False)
     return found
 
 
 def others() -> dict[str, Staged]:
-    """Every optimizer; four stages, activation checkpointing, two levels of ranks."""
+    """Every optimizer; four stages and one, activation checkpointing, offload, two levels of ranks."""
     found = {}
     for optimizer, (stage, dtype, accum) in ((o, w) for o in OPTIMIZERS for w in WRAPPERS):
         if optimizer.startswith("VR") or dtype == "fp32":
@@ -71,6 +73,10 @@ def others() -> dict[str, Staged]:
         found[f"checkpointed-{stage}-{dtype}-{accum}"] = Staged(
             replace(case, accumulation=2), blocks=3, options=options
         )
+    offload = {"offload_optimizer": {"device": "cpu"}}
+    for dtype in ("fp32", "bf16"):
+        found[f"offloaded-{dtype}"] = Staged(Case("VRLAMB", 1, dtype, 3, zero=offload))
+    found["two-levels"] = Staged(Case("VRLAMB", 1, "fp32", 2, ranks_per_node=2), stages=1)
     found["few-micro-batches"] = Staged(Case("VRLAMB", 1, "fp32", 2), stages=4, blocks=5)
     return found
 
@@ -91,8 +97,13 @@ def all_of(rank: int, folder: Path) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return run_on_ranks(WORLD, all_of, tmp_path_factory.mktemp("checkpoints"))
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("checkpoints")
+
+
+@pytest.fixture(scope="module")
+def found(checkpoints: Path) -> list[dict[str, Any]]:
+    return run_on_ranks(WORLD, all_of, checkpoints)
 
 
 @pytest.fixture(scope="module")
@@ -141,6 +152,11 @@ def resumed() -> dict[str, Staged]:
 @pytest.mark.parametrize("name", resumed())
 def test_a_resumed_run_is_the_one_that_never_stopped(found: list[dict[str, Any]], name: str) -> None:
     assert [of_rank["resume"][name] for of_rank in found] == [(True, True)] * WORLD
+
+
+def test_a_checkpoint_of_stages_is_not_converted(found: list[dict[str, Any]], checkpoints: Path) -> None:
+    with pytest.raises(CheckpointError, match="model-parallel"):
+        to_universal(checkpoints / "VRAdam-1-fp32-None", checkpoints / "universal")
 
 
 # -- a gradient that is not finite ------------------------------------------------------------------------------------
