@@ -83,10 +83,22 @@ def _partial_offload(engine: Engine) -> str | None:
 
 
 def _nvme_offload(engine: Engine) -> str | None:
-    offload = engine._config.zero_config.offload_optimizer
-    if offload is not None and str(getattr(offload.device, "value", offload.device)) == "nvme":
-        return "offload_optimizer.device=nvme: not verified yet. Use cpu"
+    zero = engine._config.zero_config
+    if _device(zero.offload_optimizer) == "nvme":
+        return (
+            "offload_optimizer.device=nvme: after load_checkpoint() DeepSpeed trains on without the optimizer's state, "
+            "and with the first weights of every small sub-group. Use cpu"
+        )
+    if _device(zero.offload_param) == "nvme":
+        return (
+            "offload_param.device=nvme: DeepSpeed's load_checkpoint() fails on parameters that are on NVMe, and the "
+            "run could not be resumed. Use cpu"
+        )
     return None
+
+
+def _device(offload: Any | None) -> str:
+    return "none" if offload is None else str(getattr(offload.device, "value", offload.device))
 
 
 def _sparse_gradients(engine: Engine) -> str | None:

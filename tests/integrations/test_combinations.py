@@ -45,4 +45,4 @@ def test_offload_with_an_instance_names_the_way_out() -> None:
     for optimizer in ("instance", "class", "factory"):
         assert '"zero_force_ds_cpu_optimizer": false' in told[Pair(optimizer, "none", "cpu", 2)]
         assert told[Pair(optimizer, "none", "cpu, unforced", 2)] == "works"
-    assert "offload_optimizer.device=nvme: not verified yet. Use cpu" in told[Pair("JSON", "none", "nvme", 3)]
+    assert "offload_optimizer.device=nvme: after load_checkpoint()" in told[Pair("JSON", "none", "nvme", 3)]

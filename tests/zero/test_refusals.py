@@ -50,6 +50,10 @@ SETTINGS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
         {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": "/nowhere"}}},
         ("offload_optimizer.device=nvme", "Use cpu"),
     ),
+    "NVMe offload of parameters": (
+        {"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": "/nowhere"}}},
+        ("offload_param.device=nvme", "Use cpu"),
+    ),
     "bf16 masters": (
         {
             "bf16": {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True},
