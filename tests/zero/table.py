@@ -40,6 +40,8 @@ alone.
 
 `-` stands for one rank with one micro-batch, k = 1 chunk: no variance exists, and the step is refused with an error
 (which the test checks).
+
+Tensor parallelism is held against the same reference, within the same bounds: [TENSOR_PARALLEL.md](TENSOR_PARALLEL.md).
 """
 
 INVARIANCE = """\

@@ -63,6 +63,12 @@ def all_others() -> Iterator[tuple[int, str, Case]]:
         for reduction in ("auto", "observe") if OPTIMIZERS[optimizer].reduces_variance and stage else ("auto",):
             case = Case(optimizer, stage, dtype, micro_batches(tp), accum_dtype, reduction=reduction)
             yield tp, identify(case), case
+    offloaded = {"offload_optimizer": {"device": "cpu"}}
+    for optimizer, (stage, dtype, accum_dtype) in product(("VRLAMB", "LAMB"), EXACT):
+        case = Case(optimizer, stage, dtype, micro_batches(2), accum_dtype, clip=0.05)
+        yield 2, identify(case, "clipped"), case
+        if stage and accum_dtype is None:
+            yield 2, identify(case, "offloaded"), replace(case, zero=offloaded)
 
 
 def trajectories(rank: int, cases: list[tuple[int, str, Case]]) -> dict[tuple[int, str], Result]:
