@@ -2,78 +2,132 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
 from ds_vrgd.bert.errors import InputError
 from ds_vrgd.bert.packages import package_documents
-from ds_vrgd.bert.runfile import DatasetsCorpus, FolderCorpus, PackagesCorpus
+from ds_vrgd.bert.sources import Corpus, DatasetsCorpus, FolderCorpus, PackagesCorpus
+from ds_vrgd.bert.textfiles import file_documents, text_files
+
+# A longer one (a file without a blank line, a row of 50 MB) becomes several documents, so that memory stays bounded.
+LARGEST_DOCUMENT = 1 << 24  # characters
 
 
-def documents(corpus: PackagesCorpus | FolderCorpus | DatasetsCorpus) -> Iterator[str]:
-    """Documents in a fixed order; lines of a document are separated by line breaks.
+@dataclass
+class Skipped:
+    """What was read and left out, or cut."""
+
+    empty_documents: int = 0
+    empty_files: int = 0
+    cut_documents: int = 0
+
+
+def documents(corpora: Sequence[Corpus], skipped: Skipped) -> Iterator[str]:
+    """Documents of all corpora in a fixed order; lines of a document are separated by line breaks.
+
+    None is empty, and none is much longer than LARGEST_DOCUMENT.
+
+    Args:
+        skipped: counts, while iterating, what is left out and cut.
 
     Raises:
-        InputError: the corpus is missing, empty, unreadable or not UTF-8. Raised while iterating, at the place.
+        InputError: a corpus is missing, empty, unreadable, damaged or not UTF-8. Raised while iterating, at the place.
     """
+    for corpus in corpora:
+        for text in _documents_of(corpus, skipped):
+            if not text.strip():
+                skipped.empty_documents += 1
+                continue
+            try:
+                text.isascii() or text.encode()
+            except UnicodeEncodeError as error:
+                raise InputError(
+                    f"corpus: {corpus.source} gives a document with half of a surrogate pair, {text[error.start]!a}, "
+                    f"after {text[max(0, error.start - 30) : error.start]!r}; repair that document"
+                ) from error
+            yield from _bounded(text, skipped)
+
+
+def source_files(corpora: Sequence[Corpus]) -> list[Path]:
+    """The files of all corpora that are made of files, in the order in which they are read.
+
+    Raises:
+        InputError: a folder holds none.
+    """
+    return [path for corpus in corpora if isinstance(corpus, FolderCorpus) for path in text_files(corpus.path)]
+
+
+def _documents_of(corpus: Corpus, skipped: Skipped) -> Iterator[str]:
     if isinstance(corpus, PackagesCorpus):
         for name in corpus.names:
             yield from package_documents(name)
     elif isinstance(corpus, FolderCorpus):
-        yield from _folder_documents(corpus.path)
+        files = text_files(corpus.path)
+        empty = [path for path in files if not path.stat().st_size]
+        if len(empty) == len(files):
+            raise InputError(
+                f"corpus.path={corpus.path}: all {len(files)} files are empty; fill them or change the path"
+            )
+        skipped.empty_files += len(empty)
+        for path in files:
+            if path not in empty:
+                yield from file_documents(path, corpus.text_column, LARGEST_DOCUMENT)
     else:
         yield from _dataset_documents(corpus)
 
 
-def _folder_documents(folder: Path) -> Iterator[str]:
-    if not folder.is_dir():
-        raise InputError(f"corpus.path={folder} is not a folder; give a folder of UTF-8 .txt files")
-    files = sorted(path for path in folder.rglob("*.txt") if path.is_file())
-    if not files:
-        raise InputError(f"corpus.path={folder} holds no .txt file; put the text there as UTF-8 .txt files")
-    if not any(path.stat().st_size for path in files):
-        raise InputError(f"corpus.path={folder}: all {len(files)} .txt files are empty; fill them or change the path")
-    for path in files:
-        yield from _file_documents(path)
-
-
-def _file_documents(path: Path) -> Iterator[str]:
-    """Blocks of lines between blank lines."""
-    block: list[str] = []
-    with path.open("rb") as lines:
-        for number, raw in enumerate(lines, start=1):
-            try:
-                line = raw.decode("utf-8-sig" if number == 1 else "utf-8").strip()
-            except UnicodeDecodeError as error:
-                raise InputError(
-                    f"corpus.path: {path} line {number} is not UTF-8 (byte 0x{raw[error.start]:02x}); convert the "
-                    "file, for example with iconv -f latin1 -t utf-8"
-                ) from error
-            if line:
-                block.append(line)
-            elif block:
-                yield "\n".join(block)
-                block = []
-    if block:
-        yield "\n".join(block)
+def _bounded(text: str, skipped: Skipped) -> Iterator[str]:
+    """Pieces of at most LARGEST_DOCUMENT characters, cut at a line break, else at white space, else anywhere."""
+    start = 0
+    while len(text) - start > LARGEST_DOCUMENT:
+        end = start + LARGEST_DOCUMENT
+        cut = max(text.rfind("\n", start + 1, end), 0) or max(text.rfind(" ", start + 1, end), 0) or end
+        skipped.cut_documents += 1
+        yield text[start:cut]
+        start = cut
+    rest = text[start:] if start else text
+    if rest.strip():
+        yield rest
 
 
 def _dataset_documents(corpus: DatasetsCorpus) -> Iterator[str]:
+    rows = _dataset_rows(corpus)
+    if corpus.rows_per_document == 1:
+        yield from rows
+    else:
+        while group := list(islice(rows, corpus.rows_per_document)):
+            yield "\n".join(group)
+
+
+def _dataset_rows(corpus: DatasetsCorpus) -> Iterator[str]:
     import datasets  # costs a second to import; most runs do not need it
 
-    try:
-        rows = datasets.load_dataset(corpus.name, corpus.subset, split=corpus.split, streaming=True)
-    except (ValueError, OSError) as error:  # the library's own errors derive from these two
-        raise InputError(
+    def failed(error: Exception) -> InputError:
+        return InputError(
             f"corpus.name={corpus.name} (subset {corpus.subset}, split {corpus.split}) cannot be loaded: {error}; "
             "correct the name, or download the text and use corpus: {source: folder, path: ...}"
-        ) from error
-    for row in rows:
-        text = row.get(corpus.text_column)
-        if not isinstance(text, str):
+        )
+
+    try:
+        rows = iter(datasets.load_dataset(corpus.name, corpus.subset, split=corpus.split, streaming=True))
+    except (ValueError, OSError) as error:  # the library's own errors derive from these two
+        raise failed(error) from error
+    number = 0
+    while True:
+        try:
+            row = next(rows, None)
+        except Exception as error:  # whatever the reader of that format raises for a damaged file
+            raise failed(RuntimeError(f"{type(error).__name__} after row {number}: {error}")) from error
+        if row is None:
+            return
+        number += 1
+        text = row.get(corpus.text_column, False)
+        if text is not None and not isinstance(text, str):
             raise InputError(
                 f"corpus.text_column={corpus.text_column} is no text column of {corpus.name}, which has "
                 f"{sorted(row)}; name one of them"
             )
-        if text.strip():
-            yield text
+        yield text or ""

@@ -12,6 +12,10 @@ class InputError(ValueError):
     """
 
 
+class PreparationFailed(RuntimeError):
+    """The data cannot be prepared now: the disk is full, or a process was killed. The same command goes on later."""
+
+
 class TrainingFailed(RuntimeError):
     """The run cannot go on: the loss is not finite, fp16 skips every update, or a checkpoint cannot be written."""
 

@@ -15,12 +15,11 @@ import numpy.typing as npt
 import torch
 from transformers import BertTokenizerFast
 
-from ds_vrgd.bert.store import Split
+from ds_vrgd.bert.store import Chunks, Split, Tokens
 
 MASKED_FRACTION = 0.15
 IGNORED_LABEL = -100  # torch.nn.functional.cross_entropy skips it
 
-Tokens = npt.NDArray[np.unsignedinteger]
 Batch = dict[str, torch.Tensor]
 
 
@@ -46,11 +45,11 @@ class ExampleBuilder:
     """Builds examples of one sequence length from one split.
 
     Attributes:
-        spans: [chunks, 2] sentence ranges, see ``store.chunk_spans``; at least two documents are behind them.
+        chunks: sentence ranges of that length, see ``store.chunk_spans``; at least two documents are behind them.
     """
 
     split: Split
-    spans: npt.NDArray[np.int64]
+    chunks: Chunks
     sequence_length: int
     ids: SpecialIds
 
@@ -87,7 +86,7 @@ class ExampleBuilder:
 
     def _pair(self, chunk: int, rng: np.random.Generator) -> tuple[Tokens, Tokens, bool]:
         """Segments A and B: the chunk cut at a random sentence; B is replaced half of the time."""
-        begin, end = (int(sentence) for sentence in self.spans[chunk])
+        begin, end = self.chunks[chunk]
         cut = int(rng.integers(begin + 1, end))
         first = self.split.span(begin, cut)
         if rng.random() < 0.5:
@@ -96,16 +95,11 @@ class ExampleBuilder:
 
     def _other_document(self, sentence: int, length: int, rng: np.random.Generator) -> Tokens:
         """At least ``length`` tokens, where the document has them, from a random sentence of another document."""
-        documents = self.split.documents
-        here = int(np.searchsorted(documents, sentence, side="right")) - 1
-        own = int(documents[here + 1] - documents[here])
-        start = int(rng.integers(documents[-1] - own))
-        if start >= documents[here]:
-            start += own
-        there = int(np.searchsorted(documents, start, side="right")) - 1
-        offsets = self.split.sentences[start + 1 : documents[there + 1] + 1]
-        enough = int(np.searchsorted(offsets, self.split.sentences[start] + length))
-        return self.split.span(start, min(start + 1 + enough, int(documents[there + 1])))
+        begin, end = self.split.document_of(sentence)
+        start = int(rng.integers(self.split.sentences - (end - begin)))
+        if start >= begin:
+            start += end - begin
+        return self.split.passage(start, length)
 
 
 def truncate_pair(first: Tokens, second: Tokens, length: int, rng: np.random.Generator) -> tuple[Tokens, Tokens]:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import os
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 _PIECE = 1 << 24  # bytes read at once
 
@@ -23,7 +25,7 @@ class Fingerprint:
             size = path.stat().st_size
             if size != self.size:
                 return f"has {size} bytes, not {self.size}"
-            sha256 = _sha256(path)
+            sha256 = sha256_of(path)
         except OSError as error:
             return f"cannot be read ({error.strerror})"
         return None if sha256 == self.sha256 else f"has sha256 {sha256}, not {self.sha256}"
@@ -41,18 +43,31 @@ def fingerprint(path: Path) -> Fingerprint:
     """
     with path.open("rb") as file:
         os.fsync(file.fileno())
-    return Fingerprint(path.stat().st_size, _sha256(path))
+    return Fingerprint(path.stat().st_size, sha256_of(path))
 
 
 def write_text(path: Path, text: str) -> None:
     """Write or replace a file so that a reader, or the next start, finds the old text or the new one, never a part."""
-    partial = path.with_name(path.name + ".partial")
-    with partial.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(path)
+    write_binary(path, lambda file: file.write(text.encode()))
     sync_folder(path.parent)
+
+
+def write_binary(path: Path, write: Callable[[BinaryIO], object]) -> None:
+    """Make or replace a file by ``write``, which gets it open: as in ``write_text``, but for the folder's names.
+
+    Raises:
+        OSError: it cannot be written; nothing is left of it.
+    """
+    partial = path.with_name(path.name + ".partial")
+    try:
+        with partial.open("wb") as file:
+            write(file)
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
 
 
 def sync_folder(folder: Path) -> None:
@@ -64,7 +79,8 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def _sha256(path: Path) -> str:
+def sha256_of(path: Path) -> str:
+    """sha256 of a file in hexadecimal."""
     digest = hashlib.sha256()
     with path.open("rb") as file:
         while piece := file.read(_PIECE):

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import torch
 from deepspeed.accelerator import get_accelerator
 
-from ds_vrgd.bert.errors import InputError, TrainingFailed
+from ds_vrgd.bert.errors import InputError, PreparationFailed, TrainingFailed
 from ds_vrgd.bert.runfile import Phase, RunFile
 from ds_vrgd.zero import leave_out_shared_memory_op
 from ds_vrgd.zero.configs import read_config
@@ -131,13 +131,13 @@ class Ranks:
         """Result of ``work`` on every rank. Collective.
 
         Raises:
-            InputError, TrainingFailed: raised by ``work``, on every rank.
+            InputError, PreparationFailed, TrainingFailed: raised by ``work``, on every rank.
         """
         outcome: list[Any] = [None, None]
         if self.rank == 0:
             try:
                 outcome[0] = work()
-            except (InputError, TrainingFailed) as error:
+            except (InputError, PreparationFailed, TrainingFailed) as error:
                 outcome[1] = error
         torch.distributed.broadcast_object_list(outcome, src=0, group=self._group)
         if outcome[1] is not None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import deepspeed
 import torch
 
-from ds_vrgd.bert.errors import InputError, Interrupted, TrainingFailed
+from ds_vrgd.bert.errors import InputError, Interrupted, PreparationFailed, TrainingFailed
 from ds_vrgd.bert.launch import configure_cpu_ranks, load_deepspeed_config
 from ds_vrgd.bert.pretrain import pretrain
 from ds_vrgd.bert.runfile import load_run_file
@@ -39,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         line = pretrain(run, config, options.output, options.resume)
     except Interrupted as interruption:
         line = str(interruption)
-    except (InputError, TrainingFailed) as error:
+    except (InputError, PreparationFailed, TrainingFailed) as error:
         if is_rank_zero:
             print(f"error: {error}", file=sys.stderr, flush=True)
         return 2 if isinstance(error, InputError) else 1

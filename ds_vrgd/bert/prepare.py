@@ -1,4 +1,9 @@
-"""From a corpus to data that ranks can train on: vocabulary, token ids of both splits, unigram counts, manifest."""
+"""From a corpus to data that ranks can train on: read, leave out what repeats, train a vocabulary, tokenise.
+
+The folder is written as ``....partial`` and gets its name when it is complete. What is needed only until then is in its
+``work``. Every stage leaves files that are whole or not there, so that the same command goes on after a kill; the bytes
+of the result depend on the corpus and the settings alone, not on kills or the number of processes.
+"""
 
 from __future__ import annotations
 
@@ -6,209 +11,263 @@ import contextlib
 import hashlib
 import json
 import shutil
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from itertools import islice
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
+from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 from transformers import BertTokenizerFast
 
-from ds_vrgd.bert.corpus import documents
-from ds_vrgd.bert.errors import InputError
-from ds_vrgd.bert.runfile import RunFile
-from ds_vrgd.bert.sentences import split_sentences
-from ds_vrgd.bert.store import Split, SplitWriter, chunk_spans
-from ds_vrgd.bert.vocabulary import load_tokenizer, train_tokenizer, vocabulary_sha256
+from ds_vrgd.bert import spool
+from ds_vrgd.bert.completing import add_lengths, complete
+from ds_vrgd.bert.corpus import Skipped, documents, source_files
+from ds_vrgd.bert.duplicates import find, ranges
+from ds_vrgd.bert.errors import InputError, PreparationFailed
+from ds_vrgd.bert.files import sha256_of, write_text
+from ds_vrgd.bert.prepared import FORMAT, check_settings, locked
+from ds_vrgd.bert.progress import Progress
+from ds_vrgd.bert.sources import DataSettings
+from ds_vrgd.bert.tokenising import PartJob, PartResult, documents_of_part, tokenise
+from ds_vrgd.bert.vocabulary import count_characters, load_tokenizer, train_tokenizer, vocabulary_sha256
+from ds_vrgd.bert.workers import Workers
 
-_DOCUMENTS_AT_ONCE = 256  # tokenised together; bounds the memory of the preparation
+# The vocabulary is trained on at most so much text, parts that lie evenly in the corpus: memory must not grow with it.
+_VOCABULARY_CHARACTERS = 1 << 28
 
-
-@dataclass(frozen=True)
-class PreparedData:
-    """What training reads.
-
-    Attributes:
-        unigram_counts: occurrences of each token id in the training split, [vocabulary].
-        spans: [chunks, 2] sentence ranges per split name and sequence length, see ``chunk_spans``.
-    """
-
-    tokenizer: BertTokenizerFast
-    vocabulary_sha256: str
-    train: Split
-    held_out: Split
-    unigram_counts: npt.NDArray[np.int64]
-    spans: dict[tuple[str, int], npt.NDArray[np.int64]]
-
-    def fingerprint(self) -> str:
-        """Changes, all but surely, with the documents: sha256 of how often each token occurs and where documents end.
-
-        Not of all tokens: that would read the whole corpus at every start.
-        """
-        digest = hashlib.sha256(self.unigram_counts.tobytes())
-        for split in (self.train, self.held_out):
-            digest.update(split.documents.tobytes())
-        return digest.hexdigest()
+_WORK = "work"
 
 
-def prepare(run: RunFile, folder: Path, report: Callable[[str], None]) -> None:
-    """Write the data of ``run`` into ``folder``, or check what an earlier run wrote there.
+def prepare(
+    settings: DataSettings | None,
+    lengths: Sequence[int],
+    folder: Path,
+    report: Callable[[str], None],
+    processes: int = 0,
+    part_characters: int = spool.PART_CHARACTERS,
+) -> None:
+    """Write the data of ``settings`` into ``folder``, or check what an earlier run wrote there and add lengths.
 
-    One process does this, the others wait. The corpus is streamed (three times when the vocabulary is trained), and the
-    folder appears under its name only when it is complete.
+    Args:
+        settings: None takes the data as they are, and they must be there.
+        lengths: of sequences, in tokens; all from one tokenisation.
+        report: called with lines for the user.
+        processes: beside this one; 0: all work is done here. The result is the same.
+        part_characters: how much text is one unit of work and one shard; the result depends on it.
 
     Raises:
         InputError: the corpus cannot be used, or the folder holds other data.
+        PreparationFailed: the disk is full or a process was killed; what is done stays.
     """
-    if folder.exists():
-        _check_manifest(run, folder)
-        _add_spans(run, folder)
-    else:
-        partial = folder.with_name(folder.name + ".partial")
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-        try:
-            _write(run, partial, report)
-            _add_spans(run, partial)
-        except InputError:
-            shutil.rmtree(partial)
-            with contextlib.suppress(OSError):  # an output folder made for this and empty again
-                partial.parent.rmdir()
-            raise
-        partial.rename(folder)
-
-
-def _add_spans(run: RunFile, folder: Path) -> None:
-    """Cut both splits for the run's sequence lengths, where an earlier run has not."""
-    manifest = _read_manifest(folder)
-    for name in ("train", "held_out"):
-        split = Split.open(folder / name, manifest["dtype"])
-        for length in {phase.sequence_length for phase in run.phases}:
-            file = _spans_file(folder, name, length)
-            if file.exists():
-                continue
-            spans = chunk_spans(split, length)
-            if not len(spans):
+    try:
+        with Workers(processes) as workers:
+            if folder.exists():
+                if settings is not None:
+                    check_settings(settings, folder)
+                add_lengths(folder, lengths, workers, report)
+            elif settings is None:
                 raise InputError(
-                    f"the {name.replace('_', '-')} documents have no two sentences in a row, so they give no sentence "
-                    "pair; use a corpus with longer documents"
+                    f"prepared_data={folder} is not there, and no corpus is given to make it of; correct the path, "
+                    "prepare it with scripts/prepare_bert_data.py, or give corpus and vocabulary"
                 )
-            np.save(file.with_suffix(".partial.npy"), spans)
-            file.with_suffix(".partial.npy").replace(file)
+            else:
+                _prepare(settings, sorted(set(lengths)), folder, part_characters, workers, report)
+    except OSError as error:
+        raise PreparationFailed(
+            f"the data cannot be written to {folder}: {error}; make room or permit it, and start the same command "
+            "again: it goes on where it stopped"
+        ) from error
 
 
-def open_prepared(run: RunFile, folder: Path) -> PreparedData:
-    """Map the data that ``prepare`` left in ``folder``."""
-    if not (folder / "manifest.json").is_file():
-        raise InputError(
-            f"{folder} is not visible to every rank; put the output (or prepared_data) on a shared file system"
-        )
-    manifest = _read_manifest(folder)
-    lengths = {phase.sequence_length for phase in run.phases}
-    return PreparedData(
-        tokenizer=load_tokenizer(folder / "tokenizer"),
-        vocabulary_sha256=manifest["vocabulary_sha256"],
-        train=Split.open(folder / "train", manifest["dtype"]),
-        held_out=Split.open(folder / "held_out", manifest["dtype"]),
-        unigram_counts=np.load(folder / "unigram_counts.npy"),
-        spans={
-            (name, length): np.load(_spans_file(folder, name, length), mmap_mode="r")
-            for name in ("train", "held_out")
-            for length in lengths
-        },
-    )
+def _prepare(
+    settings: DataSettings,
+    lengths: list[int],
+    folder: Path,
+    part_characters: int,
+    workers: Workers,
+    report: Callable[[str], None],
+) -> None:
+    partial_folder = folder.with_name(folder.name + ".partial")
+    made = [parent for parent in (partial_folder, *partial_folder.parents) if not parent.exists()]
+    partial_folder.mkdir(parents=True, exist_ok=True)
+    with locked(partial_folder):
+        if not (partial_folder / "manifest.json").exists():
+            _begin(settings, lengths, part_characters, partial_folder)
+            try:
+                _write(settings, lengths, partial_folder, part_characters, workers, report)
+            except InputError:  # the corpus must change, so nothing of this is of use
+                shutil.rmtree(partial_folder)
+                with contextlib.suppress(OSError):  # folders made for this and empty again
+                    for parent in made[1:]:
+                        parent.rmdir()
+                raise
+        shutil.rmtree(partial_folder / _WORK, ignore_errors=True)
+        partial_folder.rename(folder)
 
 
-def _write(run: RunFile, folder: Path, report: Callable[[str], None]) -> None:
-    if run.vocabulary.folder is not None:
-        tokenizer = load_tokenizer(run.vocabulary.folder)
-    else:
-        assert run.vocabulary.size is not None  # the run file holds exactly one of the two
-        report(f"training a vocabulary of {run.vocabulary.size} pieces")
-        tokenizer = train_tokenizer(lambda: _training_texts(run), run.vocabulary.size)
-    tokenizer.save_pretrained(str(folder / "tokenizer"))
-    report("tokenising the corpus")
-    dtype = "uint16" if len(tokenizer) <= 2**16 else "uint32"
-    counts = np.zeros(len(tokenizer), dtype=np.int64)
-    with SplitWriter(folder / "train", dtype) as train, SplitWriter(folder / "held_out", dtype) as held_out:
-        for is_held_out, sentences in _tokenised(run, tokenizer):
-            (held_out if is_held_out else train).add(sentences)
-            if not is_held_out:
-                counts += np.bincount(np.concatenate([[], *sentences]).astype(np.int64), minlength=len(counts))
-    if min(train.documents, held_out.documents) < 2:
-        found = train.documents + held_out.documents
-        raise InputError(
-            f"corpus: {run.corpus.source} gives {found} documents, of which held_out_every={run.held_out_every} leaves "
-            f"{train.documents} to train on and {held_out.documents} held out, and each side needs two; add documents "
-            "(a blank line separates them in text files) or change held_out_every"
-        )
-    np.save(folder / "unigram_counts.npy", counts)
-    manifest = {
-        **_data_settings(run),
-        "vocabulary_sha256": vocabulary_sha256(tokenizer),
-        "dtype": dtype,
-        **{
-            name: {"documents": split.documents, "sentences": split.sentences, "tokens": split.tokens}
-            for name, split in (("train", train), ("held_out", held_out))
-        },
-    }
-    (folder / "manifest.json").write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
-    report(f"{train.documents:,} documents with {train.tokens:,} tokens to train on, {held_out.documents:,} held out")
-
-
-def _numbered_documents(run: RunFile) -> Iterator[tuple[bool, str]]:
-    """(is held out, text) of every document.
+def _begin(settings: DataSettings, lengths: list[int], part_characters: int, folder: Path) -> None:
+    """Note what is being prepared, or compare it with what an earlier run began.
 
     Raises:
-        InputError: there is none.
+        InputError: that was something else.
     """
-    number = -1
-    for number, text in enumerate(documents(run.corpus)):
-        yield number % run.held_out_every == 0, text
-    if number < 0:
-        raise InputError(
-            f"corpus: {run.corpus.source} holds no document: no text between blank lines; give a corpus with text"
+    now = {
+        "format": FORMAT,
+        **settings.model_dump(mode="json"),
+        "lengths": lengths,
+        "part_characters": part_characters,
+    }
+    note = folder / _WORK / "settings.json"
+    if note.exists():
+        before = json.loads(note.read_text(encoding="utf-8"))
+        for key in now:
+            if before.get(key) != now[key]:
+                raise InputError(
+                    f"{key}={now[key]}, but {folder} holds the beginning of a preparation with {before.get(key)}; "
+                    "restore the setting to go on with it, or remove that folder"
+                )
+        return
+    rest = sorted(path.name for path in folder.iterdir() if path.name != _WORK)
+    if rest:
+        raise InputError(f"{folder} holds {', '.join(rest)} and is no preparation that was interrupted; remove it")
+    note.parent.mkdir(exist_ok=True)
+    write_text(note, json.dumps(now, indent=1) + "\n")
+
+
+def _write(
+    settings: DataSettings,
+    lengths: list[int],
+    folder: Path,
+    part_characters: int,
+    workers: Workers,
+    report: Callable[[str], None],
+) -> None:
+    work = folder / _WORK
+    source = _read(settings, work, part_characters, workers, report)
+    parts = source["parts"]
+    jobs = ranges(work, parts, source.pop("hashed"))
+    for _ in workers.map(find, jobs):
+        pass
+    characters = source["characters"]
+    pieces, pieces_sha256 = _vocabulary(settings, folder, parts, len(jobs), characters, workers, report)
+    part_jobs = [
+        PartJob(
+            number=number,
+            work=work,
+            folder=folder,
+            ranges=len(jobs),
+            held_out_every=settings.held_out_every,
+            dtype="uint16" if pieces <= 2**16 else "uint32",
+            vocabulary=pieces,
+            lengths=tuple(lengths),
         )
+        for number in range(parts)
+    ]
+    results: list[PartResult] = []
+    with Progress("tokenising", report, characters) as progress:
+        for number, result in enumerate(workers.map(tokenise, part_jobs)):
+            results.append(result)
+            progress.add(spool.read_summary(work, number).characters)
+    complete(settings, folder, work, lengths, source, pieces_sha256, results, report)
 
 
-def _training_texts(run: RunFile) -> Iterator[str]:
-    return (text for is_held_out, text in _numbered_documents(run) if not is_held_out)
+def _read(
+    settings: DataSettings, work: Path, part_characters: int, workers: Workers, report: Callable[[str], None]
+) -> dict[str, Any]:
+    """Lay the corpus aside; returns what the manifest says of the source, and the number of hashes."""
+    note = work / "source.json"
+    if note.exists():
+        found: dict[str, Any] = json.loads(note.read_text(encoding="utf-8"))
+        return found
+    skipped = Skipped()
+    digest = hashlib.sha256()
+    totals = dict.fromkeys(("documents", "characters", "hashed", "duplicates", "duplicate_characters"), 0)
+    parts = 0
+    with Progress("reading", report) as progress:
+        files = source_files(settings.corpus)
+        before = [path.stat() for path in files]
+        read = spool.parts(documents(settings.corpus, skipped), work, settings.deduplicate_from, part_characters)
+        for summary in workers.map(spool.lay_aside, read):
+            parts += 1
+            digest.update(bytes.fromhex(summary.sha256))
+            for key in totals:
+                totals[key] += getattr(summary, key)
+            progress.add(summary.characters)
+        if not parts:
+            names = " and ".join(corpus.source for corpus in settings.corpus)
+            raise InputError(f"corpus: {names} holds no document: no text between blank lines; give a corpus with text")
+        hashes = list(workers.map(sha256_of, files))
+    for path, earlier in zip(files, before, strict=True):
+        later = path.stat()
+        if (earlier.st_size, earlier.st_mtime_ns) != (later.st_size, later.st_mtime_ns):
+            raise InputError(f"corpus: {path} was changed while it was read; start again when it is complete")
+    source = {
+        "parts": parts,
+        **totals,
+        **asdict(skipped),
+        "sha256": digest.hexdigest(),
+        "files": [
+            {"path": str(path), "size": stat.st_size, "sha256": sha256}
+            for path, stat, sha256 in zip(files, before, hashes, strict=True)
+        ],
+    }
+    write_text(note, json.dumps(source))
+    return source
 
 
-def _tokenised(run: RunFile, tokenizer: BertTokenizerFast) -> Iterator[tuple[bool, list[list[int]]]]:
-    """(is held out, token ids of each sentence) of every document."""
-    numbered = _numbered_documents(run)
-    while batch := list(islice(numbered, _DOCUMENTS_AT_ONCE)):
-        split = [split_sentences(text) for _, text in batch]
-        flat = [sentence for sentences in split for sentence in sentences]
-        encoded = iter(tokenizer.backend_tokenizer.encode_batch_fast(flat, add_special_tokens=False))
-        for (is_held_out, _), sentences in zip(batch, split, strict=True):
-            yield is_held_out, [encoding.ids for encoding in islice(encoded, len(sentences))]
+def _vocabulary(
+    settings: DataSettings,
+    folder: Path,
+    parts: int,
+    range_count: int,
+    characters: int,
+    workers: Workers,
+    report: Callable[[str], None],
+) -> tuple[int, str]:
+    """Train or copy the tokenizer, unless an earlier run has; returns the number of pieces and their hash."""
+    target, given = folder / "tokenizer", settings.vocabulary.folder
+    if not target.exists():
+        if given is not None:
+            tokenizer = load_tokenizer(given)
+        else:
+            size = settings.vocabulary.size
+            assert size is not None  # the settings hold exactly one of the two
+            stride = -(-characters // _VOCABULARY_CHARACTERS)
+            sample = range(0, parts, stride)
+            share = f"on {len(sample)} of {parts} parts of the corpus" if stride > 1 else "on the corpus"
+            report(f"training a vocabulary of {size:,} pieces {share}")
+            texts = partial(_training_texts, folder / _WORK, range_count, settings.held_out_every)
+            counted = sum(workers.map(partial(_count, texts), sample), start=count_characters([]))
+            # In a process of its own, which takes the hundreds of megabytes that this needs away with it.
+            with Workers(min(workers.processes, 1), threads=True) as alone:
+                (tokenizer,) = alone.map(partial(_train, texts, sample, counted), [size])
+        aside = folder / _WORK / "tokenizer"
+        shutil.rmtree(aside, ignore_errors=True)
+        try:
+            tokenizer.save_pretrained(str(aside))
+        except Exception as error:  # the library's own, for a full disk, is no OSError
+            raise OSError(f"{aside}: {error}") from error
+        aside.rename(target)
+    tokenizer = load_tokenizer(target)
+    sha256 = vocabulary_sha256(tokenizer)
+    if given is not None and vocabulary_sha256(load_tokenizer(given)) != sha256:
+        raise InputError(
+            f"vocabulary.folder={given} has changed since this preparation began; start again to begin anew"
+        )
+    return len(tokenizer), sha256
 
 
-def _data_settings(run: RunFile) -> dict[str, Any]:
-    """The settings of the run file that the prepared data depends on."""
-    return run.model_dump(mode="json", include={"corpus", "vocabulary", "held_out_every"})
+def _training_texts(work: Path, range_count: int, held_out_every: int, part: int) -> Iterator[str]:
+    first = spool.read_summary(work, part).first_document
+    for offset, paragraphs in enumerate(documents_of_part(work, part, range_count)):
+        if (first + offset) % held_out_every:
+            yield from paragraphs
 
 
-def _check_manifest(run: RunFile, folder: Path) -> None:
-    if not (folder / "manifest.json").is_file():
-        raise InputError(f"{folder} exists but holds no prepared data (no manifest.json); choose another prepared_data")
-    manifest = _read_manifest(folder)
-    for key, wanted in _data_settings(run).items():
-        if manifest[key] != wanted:
-            raise InputError(
-                f"{key}={wanted} in the run file, but {folder} was prepared with {manifest[key]}; restore the setting, "
-                "or choose another prepared_data or --output"
-            )
+def _train(texts: Callable[[int], Iterator[str]], sample: range, counted: Any, size: int) -> BertTokenizerFast:
+    return train_tokenizer(counted, chain.from_iterable(map(texts, sample)), size)
 
 
-def _read_manifest(folder: Path) -> dict[str, Any]:
-    manifest: dict[str, Any] = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
-    return manifest
-
-
-def _spans_file(folder: Path, split: str, sequence_length: int) -> Path:
-    return folder / split / f"spans-{sequence_length}.npy"
+def _count(texts: Callable[[int], Iterator[str]], part: int) -> Any:
+    return count_characters(texts(part))

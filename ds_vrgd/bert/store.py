@@ -1,62 +1,73 @@
-"""Token storage: a corpus split as three flat files that every rank maps into memory.
+"""Token storage: each split is a row of Arrow shards that every rank maps into memory.
 
-``tokens.bin`` holds all token ids; ``sentences.bin`` the offset of each sentence in it, ``documents.bin`` the index
-of each document's first sentence, both int64 with the total as a last entry.
+A shard is an Arrow stream (``datasets.Dataset.from_file`` opens it, too) of one record batch: a row is a document, its
+column ``sentences`` a list of lists of token ids. Beside it, for each sequence length, an Arrow stream with the runs of
+sentences that fill a sequence: [first, last) in the column ``sentences``, counted within the shard.
 """
 
 from __future__ import annotations
 
 from array import array
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
-from types import TracebackType
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import pyarrow as pa
+
+from ds_vrgd.bert.files import write_binary
+
+Tokens = npt.NDArray[np.unsignedinteger]
+Offsets = npt.NDArray[np.int32]
 
 
-class SplitWriter:
-    """Appends documents to a split on disk; memory use does not grow with the corpus."""
+class ShardBuilder:
+    """Collects the documents of one shard."""
 
-    def __init__(self, folder: Path, dtype: str) -> None:
-        folder.mkdir(parents=True)
+    def __init__(self, dtype: str) -> None:
         self._dtype = np.dtype(dtype)
-        self._files = {name: (folder / f"{name}.bin").open("wb") for name in ("tokens", "sentences", "documents")}
-        self.tokens = self.sentences = self.documents = 0
+        self._tokens: list[Tokens] = []
+        self._sentences = array("i", [0])
+        self._documents = array("i", [0])
 
-    def add(self, sentences: Sequence[Sequence[int]]) -> None:
+    def add(self, sentences: Sequence[npt.ArrayLike]) -> None:
         """Append one document: its sentences as token ids. Empty sentences, and documents of none, are dropped."""
-        kept = [sentence for sentence in sentences if len(sentence)]
+        kept = [ids for sentence in sentences if (ids := np.asarray(sentence, dtype=self._dtype)).size]
         if not kept:
             return
-        lengths = np.array([len(sentence) for sentence in kept])
-        starts = self.tokens + np.concatenate([[0], np.cumsum(lengths)[:-1]])
-        self._append("tokens", np.concatenate(kept).astype(self._dtype))
-        self._append("sentences", starts.astype(np.int64))
-        self._append("documents", np.array([self.sentences], dtype=np.int64))
-        self.tokens += int(lengths.sum())
-        self.sentences += len(kept)
-        self.documents += 1
+        self._tokens.extend(kept)
+        for sentence in kept:
+            self._sentences.append(self._sentences[-1] + len(sentence))
+        self._documents.append(len(self._sentences) - 1)
 
-    def _append(self, name: str, values: npt.NDArray[np.generic]) -> None:
-        self._files[name].write(values.tobytes())
+    @property
+    def documents(self) -> int:
+        """Documents so far."""
+        return len(self._documents) - 1
 
-    def __enter__(self) -> SplitWriter:
-        return self
+    @property
+    def sentences(self) -> int:
+        """Sentences so far."""
+        return len(self._sentences) - 1
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._append("sentences", np.array([self.tokens], dtype=np.int64))
-        self._append("documents", np.array([self.sentences], dtype=np.int64))
-        for file in self._files.values():
-            file.close()
+    @property
+    def tokens(self) -> int:
+        """Tokens so far."""
+        return self._sentences[-1]
+
+    def build(self) -> Shard:
+        """The shard as it will be read."""
+        tokens = np.concatenate(self._tokens) if self._tokens else np.array([], dtype=self._dtype)
+        return Shard(tokens, np.array(self._sentences, dtype=np.int32), np.array(self._documents, dtype=np.int32))
 
 
 @dataclass(frozen=True)
-class Split:
-    """Training or held-out documents, mapped from disk.
+class Shard:
+    """Documents of one file.
 
     Attributes:
         tokens: token ids of all sentences, [tokens].
@@ -64,25 +75,100 @@ class Split:
         documents: first sentence of each document, and the total, [documents + 1].
     """
 
-    tokens: npt.NDArray[np.unsignedinteger]
-    sentences: npt.NDArray[np.int64]
-    documents: npt.NDArray[np.int64]
+    tokens: Tokens
+    sentences: Offsets
+    documents: Offsets
+
+    def write(self, path: Path) -> None:
+        """Write the file, whole or not at all."""
+        sentences = pa.ListArray.from_arrays(pa.array(self.sentences), pa.array(self.tokens))
+        _write_arrow(path, {"sentences": pa.ListArray.from_arrays(pa.array(self.documents), sentences)})
 
     @classmethod
-    def open(cls, folder: Path, dtype: str) -> Split:
-        """Map the files that a SplitWriter left in ``folder``."""
+    def open(cls, path: Path) -> Shard:
+        """Map the file."""
+        documents = _map_arrow(path).column("sentences")
+        sentences = documents.values
         return cls(
-            tokens=np.memmap(folder / "tokens.bin", dtype=np.dtype(dtype), mode="r"),
-            sentences=np.memmap(folder / "sentences.bin", dtype=np.int64, mode="r"),
-            documents=np.memmap(folder / "documents.bin", dtype=np.int64, mode="r"),
+            tokens=sentences.values.to_numpy(),
+            sentences=sentences.offsets.to_numpy(),
+            documents=documents.offsets.to_numpy(),
         )
 
-    def span(self, first: int, last: int) -> npt.NDArray[np.unsignedinteger]:
-        """Token ids of the sentences [first, last)."""
-        return self.tokens[self.sentences[first] : self.sentences[last]]
+
+class Split:
+    """Training or held-out documents: the shards as one, sentences numbered through.
+
+    Attributes:
+        sentences: how many.
+    """
+
+    def __init__(self, shards: Sequence[Shard]) -> None:
+        self.shards = shards
+        self._first = np.cumsum([0, *(len(shard.sentences) - 1 for shard in shards)]).tolist()
+        self.sentences: int = self._first[-1]
+
+    def span(self, first: int, last: int) -> Tokens:
+        """Token ids of the sentences [first, last), all of one document."""
+        shard, base = self._locate(first)
+        return shard.tokens[shard.sentences[first - base] : shard.sentences[last - base]]
+
+    def document_of(self, sentence: int) -> tuple[int, int]:
+        """The sentences [first, last) of the document that ``sentence`` is part of."""
+        shard, base = self._locate(sentence)
+        number = int(np.searchsorted(shard.documents, sentence - base, side="right"))
+        return int(shard.documents[number - 1]) + base, int(shard.documents[number]) + base
+
+    def passage(self, sentence: int, length: int) -> Tokens:
+        """Whole sentences from ``sentence`` on that give at least ``length`` tokens, where the document has them."""
+        shard, base = self._locate(sentence)
+        _, end = self.document_of(sentence)
+        start = sentence - base
+        offsets = shard.sentences[start + 1 : end - base + 1]
+        enough = int(np.searchsorted(offsets, shard.sentences[start] + length))
+        return self.span(sentence, min(sentence + 1 + enough, end))
+
+    def first_sentence(self, shard: int) -> int:
+        """Number of the shard's first sentence."""
+        first: int = self._first[shard]
+        return first
+
+    def _locate(self, sentence: int) -> tuple[Shard, int]:
+        number = bisect_right(self._first, sentence) - 1
+        return self.shards[number], self._first[number]
 
 
-def chunk_spans(split: Split, sequence_length: int) -> npt.NDArray[np.int64]:
+class Chunks:
+    """The runs of sentences of a split that fill a sequence, by number."""
+
+    def __init__(self, split: Split, shards: Sequence[npt.NDArray[np.uint32]]) -> None:
+        self._shards = shards
+        self._bases = [split.first_sentence(number) for number in range(len(shards))]
+        self._first = np.cumsum([0, *map(len, shards)]).tolist()
+
+    def __len__(self) -> int:
+        total: int = self._first[-1]
+        return total
+
+    def __getitem__(self, chunk: int) -> tuple[int, int]:
+        """Sentences [first, last) of the chunk, numbered within the split."""
+        number = bisect_right(self._first, chunk) - 1
+        first, last = self._shards[number][chunk - self._first[number]].tolist()
+        return first + self._bases[number], last + self._bases[number]
+
+
+def write_chunks(path: Path, spans: npt.NDArray[np.uint32]) -> None:
+    """Write the result of ``chunk_spans`` for one shard, whole or not at all."""
+    _write_arrow(path, {"sentences": pa.FixedSizeListArray.from_arrays(pa.array(spans.reshape(-1)), 2)})
+
+
+def open_chunks(path: Path) -> npt.NDArray[np.uint32]:
+    """Map what ``write_chunks`` wrote, [chunks, 2]."""
+    spans: npt.NDArray[np.uint32] = _map_arrow(path).column("sentences").values.to_numpy().reshape(-1, 2)
+    return spans
+
+
+def chunk_spans(shard: Shard, sequence_length: int) -> npt.NDArray[np.uint32]:
     """Cut documents into runs of whole sentences that fill one sequence, [chunks, 2] as [first, last) sentence.
 
     As in BERT's data preparation a run is closed once it reaches ``sequence_length - 3`` tokens ([CLS] and two
@@ -91,10 +177,10 @@ def chunk_spans(split: Split, sequence_length: int) -> npt.NDArray[np.int64]:
     the run before it; a document of one sentence gives none.
     """
     target = sequence_length - 3
-    spans = array("q")  # flat, first and last in turn: a large corpus has tens of millions of chunks
-    for document in range(len(split.documents) - 1):
-        begin, end = int(split.documents[document]), int(split.documents[document + 1])
-        offsets = split.sentences[begin : end + 1].tolist()
+    spans = array("I")  # flat, first and last in turn
+    bounds = shard.documents.tolist()
+    for begin, end in pairwise(bounds):
+        offsets = shard.sentences[begin : end + 1].tolist()
         first, runs = 0, len(spans)
         for last in range(2, end - begin + 1):
             if last - first >= 2 and offsets[last] - offsets[first] >= target:
@@ -105,4 +191,21 @@ def chunk_spans(split: Split, sequence_length: int) -> npt.NDArray[np.int64]:
             spans.extend((begin + first, end))
         elif left == 1 and len(spans) > runs:
             spans[-1] = end
-    return np.array(spans, dtype=np.int64).reshape(-1, 2)
+    return np.array(spans, dtype=np.uint32).reshape(-1, 2)
+
+
+def _write_arrow(path: Path, columns: dict[str, Any]) -> None:
+    batch = pa.record_batch(columns)
+
+    def write(file: Any) -> None:
+        with pa.ipc.new_stream(file, batch.schema) as stream:
+            stream.write_batch(batch)
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_binary(path, write)
+
+
+def _map_arrow(path: Path) -> Any:
+    """The one record batch of a file; the arrays are views of the mapped file, which itself is closed again."""
+    with pa.memory_map(str(path)) as file:
+        return pa.ipc.open_stream(file).read_next_batch()

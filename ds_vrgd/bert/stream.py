@@ -34,9 +34,9 @@ class MicroBatches(Dataset[Batch]):
 
     def _chunk(self, position: int) -> int:
         """Chunk at a position of the phase's endless walk: a new random order for every pass over the data."""
-        epoch, place = divmod(position, len(self.builder.spans))
+        epoch, place = divmod(position, len(self.builder.chunks))
         key = (_ORDER, self.seed, self.phase_index, epoch)
-        return int(epoch_order(len(self.builder.spans), key)[place])
+        return int(epoch_order(len(self.builder.chunks), key)[place])
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ def evaluation_batches(
     Every rank gets the same number of full batches, as sharded models need: rows beyond the last example repeat
     the first one and mask nothing.
     """
-    order = epoch_order(len(builder.spans), (_EVALUATION,))[:sequences].tolist()
+    order = epoch_order(len(builder.chunks), (_EVALUATION,))[:sequences].tolist()
     stride = micro_batch * ranks
     for start in range(0, len(order), stride):
         first = start + rank * micro_batch

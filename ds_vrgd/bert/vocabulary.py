@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 
+import numpy as np
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import BertTokenizerFast
 
@@ -19,19 +20,27 @@ _MOST_CHARACTERS = 1000  # rarer ones become [UNK]; the library's own limit
 SPECIAL_TOKENS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 
 
-def train_tokenizer(texts: Callable[[], Iterable[str]], size: int) -> BertTokenizerFast:
+def count_characters(texts: Iterable[str]) -> Counter[str]:
+    """How often each character occurs in normalised texts."""
+    counts = Counter[str]()
+    for text in texts:
+        codes = np.frombuffer(_NORMALIZER.normalize_str(text).encode("utf-32-le"), dtype="<u4")
+        characters, occurrences = np.unique(codes, return_counts=True)
+        counts.update(dict(zip(map(chr, characters.tolist()), occurrences.tolist(), strict=True)))
+    return counts
+
+
+def train_tokenizer(characters: Counter[str], texts: Iterable[str], size: int) -> BertTokenizerFast:
     """Train an uncased WordPiece vocabulary of at most ``size`` pieces, the special tokens first.
 
     The same texts give the same vocabulary. (The library alone numbers pieces in the order of a randomised hash
     table, which decides between equally frequent merges; numbering all single characters beforehand prevents it.)
+    Memory grows with the number of different words.
 
     Args:
-        texts: called for each of two passes over the corpus.
+        characters: ``count_characters`` of the texts.
         size: a small corpus yields fewer pieces.
     """
-    characters = Counter[str]()
-    for text in texts():
-        characters.update(_NORMALIZER.normalize_str(text))
     by_frequency = sorted(characters, key=lambda character: (-characters[character], character))
     alphabet = sorted([character for character in by_frequency if not character.isspace()][:_MOST_CHARACTERS])
     continuing = ["##" + character for character in alphabet if _continues_a_word(character)]
@@ -43,7 +52,7 @@ def train_tokenizer(texts: Callable[[], Iterable[str]], size: int) -> BertTokeni
         show_progress=False,
     )
     trained = _tokenizer(models.WordPiece(unk_token="[UNK]"))
-    trained.train_from_iterator(texts(), trainer)
+    trained.train_from_iterator(iter(texts), trainer)
     # Built anew from the pieces, so that the continuing characters are ordinary pieces again.
     return BertTokenizerFast(tokenizer_object=_tokenizer(models.WordPiece(trained.get_vocab(), unk_token="[UNK]")))
 

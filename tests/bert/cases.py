@@ -7,6 +7,8 @@ from typing import Any
 
 import numpy as np
 
+PART = 4000  # characters; about a sixth of the corpus
+
 
 def corpus_text(documents: int = 60, seed: int = 0) -> str:
     """Documents of 4 to 12 sentences over 120 invented words, a blank line between them."""

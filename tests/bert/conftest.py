@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from ds_vrgd.bert.prepare import PreparedData, open_prepared, prepare
+from ds_vrgd.bert.prepare import prepare
+from ds_vrgd.bert.prepared import PreparedData, open_prepared
 from ds_vrgd.bert.runfile import RunFile
-from tests.bert.cases import corpus_text, run_settings
+from tests.bert.cases import PART, corpus_text, run_settings
 
 
 @pytest.fixture(scope="session")
@@ -26,7 +27,8 @@ def run(corpus_folder: Path) -> RunFile:
 @pytest.fixture(scope="session")
 def data_folder(run: RunFile, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("prepared") / "data"
-    prepare(run, folder, report=lambda text: None)
+    # Parts of so few characters that there are several shards.
+    prepare(run.data_settings, run.sequence_lengths, folder, report=lambda text: None, part_characters=PART)
     return folder
 
 

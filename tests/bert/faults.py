@@ -22,7 +22,7 @@ from deepspeed.runtime.checkpoint_engine import TorchCheckpointEngine
 from ds_vrgd.bert import checkpoint
 from ds_vrgd.bert.main import main
 from ds_vrgd.bert.pretrain import Training
-from ds_vrgd.bert.store import SplitWriter
+from ds_vrgd.bert.store import ShardBuilder
 
 
 def _before(owner: Any, name: str, number: int, strike: Callable[..., None]) -> AbstractContextManager[Any]:
@@ -44,7 +44,7 @@ def _kill(*arguments: Any, **keywords: Any) -> None:
 
 def kill_in_preparation(document: int) -> AbstractContextManager[Any]:
     """While the corpus is being tokenised."""
-    return _before(SplitWriter, "add", document, _kill)
+    return _before(ShardBuilder, "add", document, _kill)
 
 
 def kill_in_update(number: int) -> AbstractContextManager[Any]:

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from ds_vrgd.bert import corpus as corpus_module
-from ds_vrgd.bert.corpus import documents
+from ds_vrgd.bert.corpus import Skipped
 from ds_vrgd.bert.errors import InputError
-from ds_vrgd.bert.runfile import DatasetsCorpus, FolderCorpus, PackagesCorpus
+from ds_vrgd.bert.sources import DatasetsCorpus, FolderCorpus, PackagesCorpus
+
+
+def documents(corpus: FolderCorpus | DatasetsCorpus | PackagesCorpus, skipped: Skipped | None = None) -> Iterator[str]:
+    return corpus_module.documents([corpus], skipped or Skipped())
 
 
 def folder(path: Path) -> FolderCorpus:
@@ -28,10 +33,10 @@ def test_blank_lines_separate_documents_across_sorted_files(tmp_path: Path) -> N
 def test_missing_and_empty_folders(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"corpus\.path=.*absent is not a folder"):
         list(documents(folder(tmp_path / "absent")))
-    with pytest.raises(InputError, match=r"holds no \.txt file"):
+    with pytest.raises(InputError, match=r"holds no file that can be read"):
         list(documents(folder(tmp_path)))
     (tmp_path / "a.txt").touch()
-    with pytest.raises(InputError, match=r"all 1 \.txt files are empty"):
+    with pytest.raises(InputError, match=r"all 1 files are empty"):
         list(documents(folder(tmp_path)))
 
 

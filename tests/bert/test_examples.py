@@ -15,19 +15,19 @@ from ds_vrgd.bert.examples import (
     mask_tokens,
     truncate_pair,
 )
-from ds_vrgd.bert.prepare import PreparedData
+from ds_vrgd.bert.prepared import PreparedData
 
 LENGTH = 32
 
 
 @pytest.fixture(scope="module")
 def builder(data: PreparedData) -> ExampleBuilder:
-    return ExampleBuilder(data.train, data.spans["train", LENGTH], LENGTH, SpecialIds.of(data.tokenizer))
+    return ExampleBuilder(data.train, data.chunks["train", LENGTH], LENGTH, SpecialIds.of(data.tokenizer))
 
 
 @pytest.fixture(scope="module")
 def many(builder: ExampleBuilder) -> Batch:
-    chunks = [index % len(builder.spans) for index in range(3000)]
+    chunks = [index % len(builder.chunks) for index in range(3000)]
     return builder.batch(chunks, [(index,) for index in range(3000)])
 
 
@@ -69,14 +69,13 @@ def test_fifteen_percent_are_masked_80_10_10(builder: ExampleBuilder, many: Batc
 def test_half_of_the_pairs_are_random_and_from_another_document(builder: ExampleBuilder, many: Batch) -> None:
     # 3,000 fair coins: four standard deviations are 3.7 %
     assert many["next_sentence_label"].float().mean() == pytest.approx(0.5, abs=0.037)
-    text = builder.split.tokens.tolist()
-    joined = " ".join(map(str, text))
+    joined = " ".join(str(token) for shard in builder.split.shards for token in shard.tokens.tolist())
     rows = originals(many)
     for index in range(300):
         sep = int((rows[index] == builder.ids.sep).nonzero()[0])
         last = int(many["attention_mask"][index].sum()) - 1
         first, second = rows[index, 1:sep].tolist(), rows[index, sep + 1 : last].tolist()
-        begin, end = builder.spans[index % len(builder.spans)]
+        begin, end = builder.chunks[index % len(builder.chunks)]
         chunk = builder.split.span(begin, end).tolist()
         here = " " + " ".join(map(str, chunk)) + " "
         assert f" {' '.join(map(str, first))} " in here
@@ -86,8 +85,8 @@ def test_half_of_the_pairs_are_random_and_from_another_document(builder: Example
 
 def test_another_document_is_drawn_evenly_by_sentence(builder: ExampleBuilder) -> None:
     """The sentences of the own document are never drawn, all others are."""
-    begin = int(builder.split.documents[3])
-    own = builder.split.span(begin, int(builder.split.documents[4])).tolist()
+    begin, end = builder.split.document_of(20)
+    own = builder.split.span(begin, end).tolist()
     rng = np.random.default_rng(0)
     starts = set()
     for _ in range(4000):
@@ -95,7 +94,7 @@ def test_another_document_is_drawn_evenly_by_sentence(builder: ExampleBuilder) -
         assert len(drawn) >= 1
         assert drawn.tolist() != own[: len(drawn)]
         starts.add(drawn.tobytes())
-    sentences = int(builder.split.documents[-1]) - (int(builder.split.documents[4]) - begin)
+    sentences = builder.split.sentences - (end - begin)
     assert len(starts) >= 0.95 * sentences  # 4,000 draws from about 380 sentences miss next to none
 
 

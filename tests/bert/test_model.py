@@ -7,7 +7,7 @@ import torch
 
 from ds_vrgd.bert.examples import ExampleBuilder, SpecialIds
 from ds_vrgd.bert.model import PretrainingModel, bert_config, parameter_groups
-from ds_vrgd.bert.prepare import PreparedData
+from ds_vrgd.bert.prepared import PreparedData
 from ds_vrgd.bert.runfile import RunFile
 
 
@@ -18,7 +18,7 @@ def model(run: RunFile, data: PreparedData) -> PretrainingModel:
 
 
 def test_loss_equals_that_of_transformers(model: PretrainingModel, data: PreparedData) -> None:
-    builder = ExampleBuilder(data.train, data.spans["train", 32], 32, SpecialIds.of(data.tokenizer))
+    builder = ExampleBuilder(data.train, data.chunks["train", 32], 32, SpecialIds.of(data.tokenizer))
     batch = builder.batch([0, 1, 2], [(0,), (1,), (2,)])
     model.eval()
     masked_lm, next_sentence = model(**batch)

@@ -6,14 +6,14 @@ import pytest
 import torch
 
 from ds_vrgd.bert.examples import IGNORED_LABEL, Batch, ExampleBuilder, SpecialIds
-from ds_vrgd.bert.prepare import PreparedData
+from ds_vrgd.bert.prepared import PreparedData
 from ds_vrgd.bert.runfile import RunFile
 from ds_vrgd.bert.stream import MicroBatches, RankOrder, evaluation_batches, training_batches
 
 
 def builder(data: PreparedData, split: str, length: int) -> ExampleBuilder:
     documents = data.train if split == "train" else data.held_out
-    return ExampleBuilder(documents, data.spans[split, length], length, SpecialIds.of(data.tokenizer))
+    return ExampleBuilder(documents, data.chunks[split, length], length, SpecialIds.of(data.tokenizer))
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +61,7 @@ def test_workers_change_nothing(micro_batches: MicroBatches) -> None:
 
 
 def test_each_pass_takes_every_chunk_once_in_a_new_order(micro_batches: MicroBatches) -> None:
-    chunks = len(micro_batches.builder.spans)
+    chunks = len(micro_batches.builder.chunks)
     first = [micro_batches._chunk(position) for position in range(chunks)]
     second = [micro_batches._chunk(position) for position in range(chunks, 2 * chunks)]
     assert sorted(first) == sorted(second) == list(range(chunks))
@@ -86,7 +86,7 @@ def test_evaluation_covers_the_same_examples_with_equal_batches(data: PreparedDa
         assert {len(batch["labels"]) for batch in batches} == {4}
         labels = torch.cat([torch.cat([batch["input_ids"], batch["labels"]], dim=1) for batch in batches])
         real = (labels[:, 32:] != IGNORED_LABEL).any(dim=1)
-        assert real.sum() == min(sequences, len(held_out.spans))
+        assert real.sum() == min(sequences, len(held_out.chunks))
         return {tuple(row.tolist()) for row in labels[real]}
 
     assert rows(1) == rows(3) == rows(5)

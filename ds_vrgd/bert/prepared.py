@@ -1,0 +1,191 @@
+"""The folder of prepared data: its manifest, what is checked before it is used, and how ranks read it.
+
+``manifest.json`` holds the settings, the source, counts, and under ``files`` size and sha256 of every other file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from transformers import BertTokenizerFast
+
+from ds_vrgd.bert.errors import InputError
+from ds_vrgd.bert.launch import Ranks
+from ds_vrgd.bert.manifest import first_fault
+from ds_vrgd.bert.runfile import RunFile
+from ds_vrgd.bert.sources import DataSettings
+from ds_vrgd.bert.store import Chunks, Shard, Split, open_chunks
+from ds_vrgd.bert.tokenising import SPLITS, chunks_name, shard_name
+from ds_vrgd.bert.vocabulary import load_tokenizer, vocabulary_sha256
+
+#: Raised whenever the same settings give other bytes.
+FORMAT = 2
+
+UNIGRAM_COUNTS = "unigram_counts.npy"
+
+_PATIENCE = 10.0  # seconds; the processes of a killed preparation end within one
+
+
+@dataclass(frozen=True)
+class PreparedData:
+    """What training reads.
+
+    Attributes:
+        sha256: of all documents as token ids; sequences of any length follow from them.
+        unigram_counts: occurrences of each token id in the training split, [vocabulary].
+        chunks: per split name and sequence length.
+    """
+
+    tokenizer: BertTokenizerFast
+    vocabulary_sha256: str
+    sha256: str
+    train: Split
+    held_out: Split
+    unigram_counts: npt.NDArray[np.int64]
+    chunks: dict[tuple[str, int], Chunks]
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """The manifest of a prepared folder.
+
+    Raises:
+        InputError: there is none, or one of another version.
+    """
+    path = folder / "manifest.json"
+    if not path.is_file():
+        raise InputError(f"{folder} exists but holds no prepared data (no manifest.json); choose another prepared_data")
+    try:
+        manifest: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise InputError(f"{path} is damaged ({error}); remove {folder} and prepare the data again") from error
+    if manifest.get("format") != FORMAT:
+        raise InputError(
+            f"{folder} was prepared by another version (format {manifest.get('format')}, not {FORMAT}); remove it and "
+            "prepare the data again"
+        )
+    return manifest
+
+
+def check_settings(settings: DataSettings, folder: Path) -> None:
+    """Compare settings, vocabulary and source with those that ``folder`` was prepared with.
+
+    A source file that is no longer there is no fault: data may be prepared on another machine.
+
+    Raises:
+        InputError: something differs.
+    """
+    manifest = read_manifest(folder)
+    for key, wanted in settings.model_dump(mode="json").items():
+        if manifest["settings"][key] != wanted:
+            raise InputError(
+                f"{key}={wanted} in the run file, but {folder} was prepared with {manifest['settings'][key]}; restore "
+                "the setting, or choose another prepared_data or --output"
+            )
+    given = settings.vocabulary.folder
+    if given is not None and given.exists():
+        found = vocabulary_sha256(load_tokenizer(given))
+        if found != manifest["vocabulary"]["sha256"]:
+            raise InputError(
+                f"vocabulary.folder={given} holds another vocabulary (sha256 {found}) than the one that {folder} was "
+                f"prepared with ({manifest['vocabulary']['sha256']}); restore it, or choose another prepared_data"
+            )
+    for file in manifest["source"]["files"]:
+        path = Path(file["path"])
+        if path.is_file() and path.stat().st_size != file["size"]:
+            raise InputError(
+                f"corpus: {path} has {path.stat().st_size} bytes, and had {file['size']} when {folder} was made of it; "
+                "restore it, or choose another prepared_data"
+            )
+
+
+def verify_prepared(run: RunFile, folder: Path, ranks: Ranks) -> None:
+    """Compare every file with its sha256, each rank a share of them. Collective.
+
+    Raises:
+        InputError: a file is not as it was written, or the folder is not there, on every rank.
+    """
+    faults = ranks.gather(_fault(folder, ranks))
+    fault = next((fault for fault in faults if fault is not None), None)
+    if fault is not None:
+        raise InputError(fault)
+    manifest = read_manifest(folder)
+    for number, phase in enumerate(run.phases, start=1):
+        found = manifest["sequences"][str(phase.sequence_length)]["train"]
+        if found < phase.global_batch:
+            raise InputError(
+                f"phase {number}: global_batch={phase.global_batch}, but {folder} has {found:,} training sequences of "
+                f"length {phase.sequence_length}, and one update must not see a sequence twice; lower global_batch or "
+                "give a larger corpus"
+            )
+
+
+def _fault(folder: Path, ranks: Ranks) -> str | None:
+    if not (folder / "manifest.json").is_file():
+        return f"{folder} is not visible to every rank; put the output (or prepared_data) on a shared file system"
+    fault = first_fault(folder, ranks.rank, ranks.size)
+    return fault and f"prepared data {folder}: {fault}; remove the folder and prepare the data again"
+
+
+def open_prepared(run: RunFile, folder: Path) -> PreparedData:
+    """Map the data in ``folder``, whose lengths are those of the run or more."""
+    manifest = read_manifest(folder)
+    splits = {
+        split: Split([Shard.open(folder / shard_name(split, number)) for number in manifest["shards"][split]])
+        for split in SPLITS
+    }
+    digest = hashlib.sha256()
+    for split in SPLITS:
+        for number in manifest["shards"][split]:
+            digest.update(manifest["files"][shard_name(split, number)]["sha256"].encode())
+    return PreparedData(
+        tokenizer=load_tokenizer(folder / "tokenizer"),
+        vocabulary_sha256=manifest["vocabulary"]["sha256"],
+        sha256=digest.hexdigest(),
+        train=splits["train"],
+        held_out=splits["held_out"],
+        unigram_counts=np.load(folder / UNIGRAM_COUNTS),
+        chunks={
+            (split, length): Chunks(
+                splits[split],
+                [open_chunks(folder / chunks_name(split, number, length)) for number in manifest["shards"][split]],
+            )
+            for split in SPLITS
+            for length in run.sequence_lengths
+        },
+    )
+
+
+@contextlib.contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Keep other preparations out of ``folder``. The lock is the system's, so that a kill ends it.
+
+    Raises:
+        InputError: another preparation holds it.
+    """
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        end = time.monotonic() + _PATIENCE
+        while True:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > end:
+                    raise InputError(
+                        f"another process is preparing data in {folder}; wait until it has ended"
+                    ) from None
+                time.sleep(0.2)
+        yield
+    finally:
+        os.close(descriptor)
