@@ -3,26 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
 from ds_vrgd.bert.errors import InputError
 from ds_vrgd.bert.packages import package_documents
 from ds_vrgd.bert.sources import Corpus, DatasetsCorpus, FolderCorpus, PackagesCorpus
-from ds_vrgd.bert.textfiles import file_documents, text_files
+from ds_vrgd.bert.textfiles import Skipped, file_documents, text_files
 
 # A longer one (a file without a blank line, a row of 50 MB) becomes several documents, so that memory stays bounded.
 LARGEST_DOCUMENT = 1 << 24  # characters
-
-
-@dataclass
-class Skipped:
-    """What was read and left out, or cut."""
-
-    empty_documents: int = 0
-    empty_files: int = 0
-    cut_documents: int = 0
 
 
 def documents(corpora: Sequence[Corpus], skipped: Skipped) -> Iterator[str]:
@@ -74,7 +64,7 @@ def _documents_of(corpus: Corpus, skipped: Skipped) -> Iterator[str]:
         skipped.empty_files += len(empty)
         for path in files:
             if path not in empty:
-                yield from file_documents(path, corpus.text_column, LARGEST_DOCUMENT)
+                yield from file_documents(path, corpus.text_column, LARGEST_DOCUMENT, skipped)
     else:
         yield from _dataset_documents(corpus)
 

@@ -7,6 +7,7 @@ import gzip
 import json
 import zlib
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -19,6 +20,15 @@ _LONGEST_LINE = 1 << 28  # bytes
 _ROWS_AT_ONCE = 64  # of a Parquet file
 
 _UTF8 = "convert the file, for example with iconv -f latin1 -t utf-8"
+
+
+@dataclass
+class Skipped:
+    """What was read and left out, or cut."""
+
+    empty_documents: int = 0
+    empty_files: int = 0
+    cut_documents: int = 0
 
 
 def text_files(path: Path) -> list[Path]:
@@ -40,12 +50,13 @@ def text_files(path: Path) -> list[Path]:
     return files
 
 
-def file_documents(path: Path, text_column: str, largest: int) -> Iterator[str]:
+def file_documents(path: Path, text_column: str, largest: int, skipped: Skipped) -> Iterator[str]:
     """Documents of one file.
 
     Args:
         text_column: of files that are made of rows.
-        largest: a block of a plain text file ends once it has so many characters, even without a blank line.
+        largest: a block of a plain text file ends before it has more characters, even without a blank line.
+        skipped: counts such ends.
 
     Raises:
         InputError: the file is damaged, not UTF-8, or has no such column; it names the file and the line or row.
@@ -53,30 +64,31 @@ def file_documents(path: Path, text_column: str, largest: int) -> Iterator[str]:
     reader = _reader(path)
     assert reader is not None  # one of text_files
     try:
-        yield from reader(path, text_column, largest)
+        yield from reader(path, text_column, largest, skipped)
     except OSError as error:  # gzip's and Arrow's own errors are some of these
         raise InputError(f"corpus.path: {path} cannot be read ({error}); repair or remove it") from error
 
 
-def _blocks(path: Path, text_column: str, largest: int) -> Iterator[str]:
+def _blocks(path: Path, text_column: str, largest: int, skipped: Skipped) -> Iterator[str]:
     """Blocks of lines between blank lines."""
     block: list[str] = []
     characters = 0
     with path.open("rb") as file:
         for _, line in _lines(path, file):
             line = line.strip()
-            if line and characters < largest:
-                block.append(line)
-                characters += len(line)
-                continue
-            if block:
+            is_full = bool(line and block) and characters + len(line) > largest
+            if block and (is_full or not line):
+                skipped.cut_documents += is_full
                 yield "\n".join(block)
-            block, characters = ([line], len(line)) if line else ([], 0)
+                block, characters = [], 0
+            if line:
+                block.append(line)
+                characters += len(line) + 1
     if block:
         yield "\n".join(block)
 
 
-def _json_lines(path: Path, text_column: str, largest: int) -> Iterator[str]:
+def _json_lines(path: Path, text_column: str, largest: int, skipped: Skipped) -> Iterator[str]:
     with contextlib.ExitStack() as stack:
         opener: Any = gzip.open if path.suffix == ".gz" else open
         file = stack.enter_context(opener(path, "rb"))
@@ -122,7 +134,7 @@ def _lines(path: Path, file: BinaryIO) -> Iterator[tuple[int, str]]:
         yield number, line
 
 
-def _parquet(path: Path, text_column: str, largest: int) -> Iterator[str]:
+def _parquet(path: Path, text_column: str, largest: int, skipped: Skipped) -> Iterator[str]:
     try:
         with pq.ParquetFile(path) as file:
             _check_column(path, file.schema_arrow, text_column)
@@ -131,7 +143,7 @@ def _parquet(path: Path, text_column: str, largest: int) -> Iterator[str]:
         raise _damaged(path, error) from error
 
 
-def _arrow(path: Path, text_column: str, largest: int) -> Iterator[str]:
+def _arrow(path: Path, text_column: str, largest: int, skipped: Skipped) -> Iterator[str]:
     """Both forms of Arrow's IPC: the stream, which ``datasets`` writes, and the file."""
     try:
         with pa.memory_map(str(path)) as file:
@@ -175,7 +187,7 @@ def _damaged(path: Path, error: Exception) -> InputError:
     return InputError(f"corpus.path: {path} is damaged ({error}); make or download it again")
 
 
-_Reader = Callable[[Path, str, int], Iterator[str]]
+_Reader = Callable[[Path, str, int, Skipped], Iterator[str]]
 _READERS: dict[str, _Reader] = {
     ".txt": _blocks,
     ".jsonl": _json_lines,

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from ds_vrgd.bert import corpus as corpus_module
-from ds_vrgd.bert.corpus import Skipped
 from ds_vrgd.bert.errors import InputError
 from ds_vrgd.bert.sources import DatasetsCorpus, FolderCorpus, PackagesCorpus
+from ds_vrgd.bert.textfiles import Skipped
 
 
 def documents(corpus: FolderCorpus | DatasetsCorpus | PackagesCorpus, skipped: Skipped | None = None) -> Iterator[str]:
@@ -40,10 +44,115 @@ def test_missing_and_empty_folders(tmp_path: Path) -> None:
         list(documents(folder(tmp_path)))
 
 
-def test_other_encodings_are_named_with_file_and_line(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_bytes("gut\nschön\n".encode("latin1"))
-    with pytest.raises(InputError, match=r"a\.txt line 2 is not UTF-8 \(byte 0xf6\); convert"):
+@pytest.mark.parametrize("name", ["a.txt", "a.jsonl"])
+@pytest.mark.parametrize(
+    "raw, expected",
+    [
+        ('{"text": "gut"}\n{"text": "sch\u00f6n"}\n'.encode("latin1"), r"line 2 is not UTF-8 \(byte 0xf6\); convert"),
+        ('{"text": "gut"}\n'.encode("utf-16"), r"line 1 is not UTF-8 \(byte 0xff\); convert"),
+        ('{"text": "gut"}\n'.encode("utf-16-le"), r"line 1 holds a zero byte, as UTF-16 does; convert"),
+    ],
+)
+def test_other_encodings_are_named_with_file_and_line(tmp_path: Path, name: str, raw: bytes, expected: str) -> None:
+    (tmp_path / name).write_bytes(raw)
+    with pytest.raises(InputError, match=rf"corpus\.path: .*{name} {expected}"):
         list(documents(folder(tmp_path)))
+
+
+TEXTS = ["One.\nTwo, \u00e9.", "", "Three."]
+
+
+def write_rows(path: Path, texts: list[str | None]) -> None:
+    table = pa.table({"id": range(len(texts)), "text": pa.array(texts, pa.string())})
+    if path.name.endswith(".parquet"):
+        pq.write_table(table, path)
+    elif path.name == "file.arrow":
+        with pa.ipc.new_file(path, table.schema) as file:
+            file.write_table(table, max_chunksize=2)
+    elif path.name == "stream.arrow":
+        with pa.ipc.new_stream(path, table.schema) as file:
+            file.write_table(table, max_chunksize=2)
+    else:
+        text = "".join(json.dumps({"id": 1, "text": text}) + "\n" for text in texts)
+        path.write_bytes(gzip.compress(text.encode()) if path.suffix == ".gz" else text.encode())
+
+
+FORMATS = ["a.jsonl", "a.jsonl.gz", "a.parquet", "file.arrow", "stream.arrow"]
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_rows_of_files_are_documents(tmp_path: Path, name: str) -> None:
+    write_rows(tmp_path / name, [*TEXTS, None])
+    skipped = Skipped()
+    assert list(documents(folder(tmp_path / name), skipped)) == [TEXTS[0], TEXTS[2]]
+    assert skipped == Skipped(empty_documents=2)
+    assert list(documents(folder(tmp_path))) == [TEXTS[0], TEXTS[2]]  # the same in a folder
+    with pytest.raises(InputError, match=r"text_column=body is no text .*, which has \['id', 'text'\]"):
+        list(documents(FolderCorpus(source="folder", path=tmp_path, text_column="body")))
+    with pytest.raises(InputError, match=r"text_column=id is no text "):
+        list(documents(FolderCorpus(source="folder", path=tmp_path, text_column="id")))
+
+
+@pytest.mark.parametrize("name", FORMATS[1:])
+def test_damaged_files_are_named(tmp_path: Path, name: str) -> None:
+    rng = np.random.default_rng(0)
+    write_rows(tmp_path / name, ["".join(map(chr, rng.integers(97, 122, 3000))) for _ in range(9)])
+    raw = (tmp_path / name).read_bytes()
+    (tmp_path / name).write_bytes(raw[: len(raw) * 2 // 3])
+    with pytest.raises(InputError, match=rf"corpus\.path: .*{name} (is damaged|cannot be read)"):
+        list(documents(folder(tmp_path)))
+
+
+@pytest.mark.parametrize(
+    "line, expected",
+    [
+        ('{"text": "cut of', r"is not JSON \(Invalid control character"),
+        ("[1]", "is no JSON object"),
+        ('{"txt": "a"}', r"text_column=text is no text in .* line 2, which has \['txt'\]"),
+        ('{"text": 3}', "text_column=text is no text in .* line 2"),
+        ('{"text": "a \\ud83d b"}', r"half of a surrogate pair, '\\ud83d', after 'a '; repair"),
+    ],
+)
+def test_corrupt_json_lines_are_named(tmp_path: Path, line: str, expected: str) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "fine"}\n' + line + "\n", encoding="utf-8")
+    read = documents(folder(tmp_path))
+    assert next(read) == "fine"
+    with pytest.raises(InputError, match=expected):
+        next(read)
+
+
+def test_empty_files_are_counted(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("one", encoding="utf-8")
+    (tmp_path / "b.jsonl").touch()
+    (tmp_path / "c.txt").write_text("\n\n", encoding="utf-8")
+    skipped = Skipped()
+    assert list(documents(folder(tmp_path), skipped)) == ["one"]
+    assert skipped == Skipped(empty_files=1)
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.jsonl"])
+@pytest.mark.parametrize("separator", ["\n", " ", ""])
+def test_documents_without_end_are_cut(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, separator: str
+) -> None:
+    """At a line break, else at white space, else anywhere; nothing is lost."""
+    monkeypatch.setattr(corpus_module, "LARGEST_DOCUMENT", 50)
+    words = [f"word{number:03d}" for number in range(40)]
+    text = separator.join(words)
+    (tmp_path / name).write_text(json.dumps({"text": text}) if name == "a.jsonl" else text, encoding="utf-8")
+    skipped = Skipped()
+    read = list(documents(folder(tmp_path), skipped))
+    assert separator.join(each.strip() for each in read) == text
+    assert all(len(each) <= 51 for each in read)  # 50 and the white space at which the piece before ended
+    assert len(read) in (6, 7)  # 280 or 319 characters
+    assert skipped == Skipped(cut_documents=len(read) - 1)
+
+
+def test_rows_that_are_sentences_are_put_together(tmp_path: Path) -> None:
+    rows = "".join(json.dumps({"text": f"Sentence {number}."}) + "\n" for number in range(5))
+    (tmp_path / "rows.jsonl").write_text(rows, encoding="utf-8")
+    corpus = DatasetsCorpus(source="datasets", name=str(tmp_path), rows_per_document=2)
+    assert list(documents(corpus)) == ["Sentence 0.\nSentence 1.", "Sentence 2.\nSentence 3.", "Sentence 4."]
 
 
 def test_data_set_rows_are_documents(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ds_vrgd.bert.sentences import split_sentences
+from ds_vrgd.bert.sentences import LONGEST_SENTENCE, cut_sentence, split_sentences
 
 
 @pytest.mark.parametrize(
@@ -30,3 +30,12 @@ def test_split(text: str, expected: list[str]) -> None:
 def test_nothing_is_lost() -> None:
     text = "Gen. A. Lee vs. Capt. Poe... Who won? No. 5 etc. etc. The end."
     assert " ".join(split_sentences(text)) == text
+
+
+def test_sentences_without_end_are_cut_at_white_space_if_there_is_some() -> None:
+    words = "word " * 5000 + "x" * 20_000
+    pieces = cut_sentence(words)
+    assert all(len(piece) <= LONGEST_SENTENCE for piece in pieces)
+    assert " ".join(pieces[:3]) == ("word " * 4914).strip()  # 1638 words of 5 characters fill 8,190
+    assert "".join(pieces).replace(" ", "") == words.replace(" ", "")
+    assert cut_sentence("short") == ["short"]

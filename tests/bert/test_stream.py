@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import cast
+
 import pytest
 import torch
 
@@ -51,6 +54,39 @@ def test_every_rank_split_sees_the_same_chunks(micro_batches: MicroBatches, rank
 def test_resuming_in_mid_phase_goes_on_where_it_stopped(micro_batches: MicroBatches) -> None:
     whole, rest = global_batches(micro_batches, 2), global_batches(micro_batches, 2, first_step=31)
     assert all(same(a, b) for a, b in zip(whole[31:], rest, strict=True))
+
+
+class ChunkNumbers:
+    """In the place of an ExampleBuilder: a batch is the numbers of its chunks."""
+
+    chunks = range(145)  # no multiple of the global batch
+
+    def batch(self, chunks: list[int], keys: Sequence[tuple[int, ...]]) -> Batch:
+        assert len(set(keys)) == len(chunks)
+        return {"chunks": torch.tensor(chunks)}
+
+
+def test_no_example_twice_or_left_out_when_ranks_come_and_go(run: RunFile) -> None:
+    """The saved position is the update alone: 3 ranks, stopped and resumed with 3, then 2, 6 and 1."""
+    phase = run.phases[0].model_copy(update={"global_batch": 12, "micro_batch": 2, "steps": 40})
+    micro_batches = MicroBatches(cast(ExampleBuilder, ChunkNumbers()), run.seed, 0, phase)
+    seen: list[int] = []
+    per_step = []
+    for ranks, first, last in ((3, 0, 7), (3, 7, 13), (2, 13, 20), (6, 20, 31), (1, 31, 40)):
+        streams = [
+            iter(training_batches(micro_batches, RankOrder(phase, first, rank, ranks), workers=0))
+            for rank in range(ranks)
+        ]
+        for _ in range(first, last):
+            step = [next(stream)["chunks"] for _ in range(phase.accumulation_steps(ranks)) for stream in streams]
+            per_step.append(len(step) * len(step[0]))
+            seen += torch.cat(step).tolist()
+    assert per_step == [12] * 40
+    for epoch in range(3):
+        assert sorted(seen[145 * epoch : 145 * (epoch + 1)]) == list(range(145))
+    assert len(set(seen[435:])) == 480 - 435  # the rest of the fourth pass
+    alone = training_batches(micro_batches, RankOrder(phase, 0, 0, 1), workers=0)
+    assert torch.cat([batch["chunks"] for batch in alone]).tolist() == seen
 
 
 def test_workers_change_nothing(micro_batches: MicroBatches) -> None:
