@@ -50,6 +50,30 @@ def test_unknown_keys_are_named_where_they_stand(tmp_path: Path) -> None:
     assert "corpus.glob='*.md': unknown key" in message
 
 
+def test_several_corpora_and_prepared_data_alone(tmp_path: Path) -> None:
+    settings = run_settings(tmp_path)
+    one = RunFile.model_validate(settings)
+    both = [settings["corpus"], {"source": "datasets", "name": "books", "rows_per_document": 64}]
+    several = RunFile.model_validate(settings | {"corpus": both})
+    assert one.data_settings is not None
+    assert several.data_settings is not None
+    assert [corpus.source for corpus in one.data_settings.corpus] == ["folder"]
+    assert [corpus.source for corpus in several.data_settings.corpus] == ["folder", "datasets"]
+    assert "corpus.1.rows=2: unknown key" in refused(tmp_path, settings | {"corpus": [both[0], both[1] | {"rows": 2}]})
+    assert "corpus: missing; give corpus and vocabulary" in refused(tmp_path, _without(settings, "corpus"))
+    assert "vocabulary: missing; give corpus and vocab" in refused(tmp_path, _without(settings, "vocabulary"))
+    assert "corpus: missing; give corpus and vocabulary, or prepared_data" in refused(
+        tmp_path, _without(settings, "corpus", "vocabulary")
+    )
+    ready = _without(settings, "corpus", "vocabulary") | {"prepared_data": "data"}
+    assert "held_out_every: prepared_data=data was prepared with a value of its own" in refused(tmp_path, ready)
+    assert RunFile.model_validate(_without(ready, "held_out_every")).data_settings is None
+
+
+def _without(settings: dict[str, Any], *keys: str) -> dict[str, Any]:
+    return {key: value for key, value in settings.items() if key not in keys}
+
+
 def test_sequence_longer_than_the_position_table(tmp_path: Path) -> None:
     settings = run_settings(tmp_path)
     settings["phases"][1]["sequence_length"] = 513
