@@ -73,6 +73,8 @@ def _measured(engine_or_optimizer: Any) -> list[LayerStatistics]:
 def gsnr_stats(engine_or_optimizer: Any) -> GSNRStatistics:
     """GSNR of every layer at the last step, the same on all ranks. Not a collective.
 
+    With expert parallelism a rank has the experts that it holds, numbered over all ranks; k is all other layers'.
+
     Args:
         engine_or_optimizer: a DeepSpeed engine, or one of our optimizers, or what wraps it.
 
@@ -103,7 +105,7 @@ def noise_scale(engine_or_optimizer: Any, chunk_size: float | None = None) -> fl
     Raises:
         TypeError: there is no optimizer of ours inside.
         ValueError: the size of a chunk is not known, or not positive.
-        RuntimeError: nothing was measured yet, or ``gamma=1``.
+        RuntimeError: nothing was measured yet, or ``gamma=1``; or experts are spread over ranks.
     """
     if chunk_size is None:
         micro_batch = getattr(engine_or_optimizer, "train_micro_batch_size_per_gpu", None)
@@ -114,6 +116,11 @@ def noise_scale(engine_or_optimizer: Any, chunk_size: float | None = None) -> fl
         chunk_size = micro_batch()
     arguments.above("chunk_size", chunk_size, 0.0)
     measured = _measured(engine_or_optimizer)
+    if any(layer.share > 1 for part in measured for layout in part.table.layouts for layer in layout.layers):
+        raise RuntimeError(
+            "the noise scale of a model with an expert-parallel size above 1 is not known: each rank holds other "
+            "experts, and no one the whole model. gsnr_stats() has the layers one by one"
+        )
     square = torch.stack([part.square.sum() for part in measured]).sum()
     variance = torch.stack([part.variance.sum() for part in measured]).sum()
     return float(gsnr.noise_scale(square, variance, measured[-1].k, chunk_size))

@@ -7,6 +7,7 @@ from ds_vrgd.moments.nodes import NodeGroups
 from ds_vrgd.moments.norms import ChunkNorms
 from ds_vrgd.moments.replicated import ReplicatedMoments
 from ds_vrgd.moments.route import Route
+from ds_vrgd.moments.separate import SeparateMoments
 from ds_vrgd.moments.sequences import SequenceGroups
 from ds_vrgd.moments.sharded import ShardedMoments
 
@@ -22,6 +23,7 @@ __all__ = [
     "ReplicatedMoments",
     "Route",
     "Segment",
+    "SeparateMoments",
     "SequenceGroups",
     "ShardLayout",
     "ShardedMoments",

@@ -32,12 +32,15 @@ class Layer:
             where every rank holds it whole.
         counted: whether this rank's part counts in a sum over the whole model; False for a copy of which another
             model-parallel rank counts the twin.
+        share: micro-batches that make one of this layer's chunks together: those of the expert-parallel ranks, whose
+            tokens an expert has seen before anybody sees its gradient; 1 for every other layer.
     """
 
     name: str
     numel: int
     groups: tuple[Any, ...] = ()
     counted: bool = True
+    share: int = 1
 
 
 @dataclass(frozen=True)
@@ -94,6 +97,11 @@ class ShardLayout:
     def part(cls, layer: Layer, numel: int) -> ShardLayout:
         """The layout of a tensor that holds ``numel`` elements of one layer, and nothing else."""
         return cls((layer,), (Segment(0, 0, numel),) if numel else (), numel)
+
+    @property
+    def share(self) -> int:
+        """Micro-batches that make one chunk of these layers: the same for all layers of a shard."""
+        return self.layers[0].share if self.layers else 1
 
     @cached_property
     def _is_one_layer(self) -> bool:
@@ -175,6 +183,7 @@ class LayerTable:
     Attributes:
         names: of the layers, ``L`` of them.
         numels: ``(L,)``, elements of each layer on all ranks together.
+        shares: ``(L,)``, micro-batches that make one of each layer's chunks together.
         cuts: by process group, in the order of the layers: which layers are cut over it, ``(at most L,)`` int64; None
             for all of them.
     """
@@ -184,6 +193,7 @@ class LayerTable:
         layers = [layer for layout in self.layouts for layer in layout.layers]
         self.names = [layer.name for layer in layers]
         self.numels = torch.tensor([layer.numel for layer in layers], dtype=SUM_DTYPE, device=device)
+        self.shares = torch.tensor([layer.share for layer in layers], dtype=SUM_DTYPE, device=device)
         self.cuts: dict[Any, Tensor | None] = {}
         for group in dict.fromkeys(group for layer in layers for group in layer.groups):
             cut = [place for place, layer in enumerate(layers) if group in layer.groups]

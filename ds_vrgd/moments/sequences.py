@@ -21,12 +21,12 @@ class SequenceGroups:
         group: process group of the ranks that share this rank's samples.
         members: of every such group the numbers of its ranks among those that exchange gradients, in the order in which
             they are summed; all of one size.
-        averages: whether the sum is then divided by that size: what DeepSpeed's mean does at stage 3 alone.
+        divisor: what the sum is then divided by: at stage 3 their size, for that is DeepSpeed's mean there.
     """
 
     group: Any
     members: tuple[tuple[int, ...], ...]
-    averages: bool = False
+    divisor: int = 1
 
     @property
     def size(self) -> int:
@@ -72,4 +72,4 @@ class SequenceGroups:
             chunk.copy_(received[first])
             for row in others:
                 chunk.add_(received[row])
-        return joined.div_(self.size) if self.averages else joined
+        return joined.div_(self.divisor) if self.divisor > 1 else joined

@@ -84,6 +84,8 @@ class ShardedMoments:
         norms: takes the norm of every chunk gradient of this rank; None to take none.
         sequences: which ranks compute one chunk together; None where every rank has chunks of its own. Their parts
             are summed where they arrive, so that nothing more travels.
+        eager: send a bucket as soon as it is full; else all of them at the end of the micro-batch. Of several exchanges
+            over different groups only one may be eager, for the ranks must start them in one order.
     """
 
     def __init__(
@@ -96,11 +98,13 @@ class ShardedMoments:
         in_flight: int = 2,
         norms: ChunkNorms | None = None,
         sequences: SequenceGroups | None = None,
+        eager: bool = True,
     ) -> None:
         self._nodes = nodes
         self._norms = norms
         self._plan = Plan.direct(group) if nodes is None else nodes.plan()
         self._sequences = sequences
+        self._eager = eager
         self._rows = [] if sequences is None else sequences.rows(self._plan.peer_ranks)
         self._routes = list(routes)
         self._bucket_numel = bucket_numel
@@ -198,7 +202,7 @@ class ShardedMoments:
         filling.copied.add(param)
 
     def _launch_ready(self) -> None:
-        while self._next in self._filling:
+        while self._eager and self._next in self._filling:
             filling = self._filling[self._next]
             if len(filling.copied) + len(filling.held) < len(self._buckets[self._next].routes):
                 break

@@ -266,7 +266,7 @@ class VROptimizer(LayerSums, torch.optim.Optimizer):
 
     def _moments(self, shards: Sequence[Shard]) -> list[Moments]:
         """Moments of every shard; its gradient and scale are the observer's from here on."""
-        self._k = self._chunks()
+        self._k = self._chunks(shards)
         handed = [shard.grad for shard in shards]
         moments = [self.observer.moments(shard.tensor) for shard in shards]
         for shard, of_shard in zip(shards, moments, strict=True):
@@ -287,7 +287,7 @@ class VROptimizer(LayerSums, torch.optim.Optimizer):
         variance: list[Tensor] = []
         for shard, layout, of_shard in zip(shards, table.layouts, moments, strict=True):
             mean = of_shard.mean
-            raws.append(gsnr.raw_ratio(mean, of_shard.m2, self._k, shard.group["gsnr_eps"]))
+            raws.append(gsnr.raw_ratio(mean, of_shard.m2, self._k // layout.share, shard.group["gsnr_eps"]))
             sums.append(layout.sums(raws[-1], 1))
             square.append(layout.sums(mean, 2))
             variance.append(layout.sums(of_shard.m2, 1))
@@ -307,16 +307,17 @@ class VROptimizer(LayerSums, torch.optim.Optimizer):
 
     def _note(self, table: LayerTable, raw: Tensor, square: Tensor, m2: Tensor) -> Tensor:
         """Sum this rank's columns over the ranks, and keep the statistics; returns the layers' mean raw ratio."""
-        raw_sum, square_sum, variance_sum = self.sum_over_ranks(table, [raw, square, m2 / self._k])
+        raw_sum, square_sum, variance_sum = self.sum_over_ranks(table, [raw, square, m2 * table.shares / self._k])
         layer_mean = raw_sum / table.numels
         if self._statistics_window != self.observer.window:
             self._statistics, self._statistics_window = [], self.observer.window
         self._statistics.append(LayerStatistics(table, self._k, layer_mean, square_sum, variance_sum))
         return layer_mean
 
-    def _chunks(self) -> int:
-        """The k of this window, checked."""
-        k = self.observer.finish()
+    def _chunks(self, shards: Sequence[Shard]) -> int:
+        """The k of this window, checked, also for the layers of which several micro-batches make one chunk."""
+        in_all = self.observer.finish()
+        k = in_all // max(self.observer.layout(shard.tensor).share for shard in shards)
         if k < 2:
             raise RuntimeError(
                 f"{type(self).__name__} saw k = {k} chunk gradients since the last step, and needs at least 2 for a "
@@ -330,7 +331,7 @@ class VROptimizer(LayerSums, torch.optim.Optimizer):
                 "best. More accumulation steps at a smaller micro-batch raise k at the same batch size.",
                 stacklevel=6,
             )
-        return k
+        return in_all
 
     # -- kernels ------------------------------------------------------------------------------------------------------
 

@@ -26,7 +26,7 @@ def sources_with_sums(
         shards: of the groups with GSNR, fit for the kernels.
         table: their layers.
         moments: theirs.
-        k: number of chunks.
+        k: number of chunks of a layer whose micro-batches are chunks of their own.
 
     Returns:
         One source a shard, and ``(3, L)`` in SUM_DTYPE: sums of the raw ratio, of the squared mean gradient, of m2.
@@ -38,7 +38,8 @@ def sources_with_sums(
         is_total = shard.grad.data_ptr() == of_shard.total.data_ptr()
         source = Source(
             None if is_total else shard.grad, shard.scale, of_shard.total, of_shard.m2,
-            k=float(k), parts=float(of_shard.parts), gsnr_eps=float(shard.group["gsnr_eps"]),
+            k=float(k // table.layouts[index].share), parts=float(of_shard.parts),
+            gsnr_eps=float(shard.group["gsnr_eps"]),
             gamma=shard.group["gamma"], beta3=float(beta3), rest3=1.0 - beta3, debias=1.0 / (1.0 - beta3**steps),
             earlier=1.0 - beta3 ** (steps - 1),
         )  # fmt: skip

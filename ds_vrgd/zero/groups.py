@@ -11,6 +11,7 @@ from deepspeed.utils.bwc import bwc_tensor_model_parallel_group
 from torch import Tensor
 
 from ds_vrgd.moments import Layer
+from ds_vrgd.zero.experts import expert_names, share_of
 
 Engine = Any
 
@@ -50,7 +51,7 @@ class Layers:
     """
 
     def __init__(self, engine: Engine) -> None:
-        self._names = engine.param_names
+        self._names = engine.param_names | expert_names(engine.param_names)
         self._group = tensor_parallel_group(engine)
         self._is_first = self._group is None or torch.distributed.get_rank(self._group) == 0
         self._numels: dict[Tensor, int] = {}
@@ -70,7 +71,7 @@ class Layers:
         split = self._group if param in self._numels else None
         groups = tuple(group for group in (partition, split) if group is not None)
         name, numel = self._names.get(param, "unnamed"), self._numels.get(param, numel_of(param))
-        return Layer(name, numel, groups, self._counts(param))
+        return Layer(name, numel, groups, self._counts(param), share_of(param))
 
     def _counts(self, param: Tensor) -> bool:
         """DeepSpeed's rule: split weights count on every tensor-parallel rank, copies on the first alone."""

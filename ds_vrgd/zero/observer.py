@@ -19,6 +19,7 @@ from ds_vrgd.moments import (
     Ranks,
     ReplicatedMoments,
     Route,
+    SeparateMoments,
     SequenceGroups,
     ShardedMoments,
     ShardLayout,
@@ -34,7 +35,7 @@ from ds_vrgd.zero.scale import GradientScale
 from ds_vrgd.zero.wrappers import Holdings
 
 Engine = Any
-AnyMoments = ReplicatedMoments | ShardedMoments | WithCopies
+AnyMoments = ReplicatedMoments | ShardedMoments | WithCopies | SeparateMoments
 
 # Elements of an exchanged bucket: 64 MB in bf16, enough to fill a link, little beside DeepSpeed's own 1 GB.
 LARGEST_BUCKET = 2**25
@@ -101,7 +102,7 @@ class EngineObserver:
         spread = cut or alike is not self._data_parallel
         self.ranks = Ranks(engine.device, alike if spread else None)
         self._whole: ReplicatedMoments | WithCopies | None = None
-        self._cut: ShardedMoments | WithCopies | None = None
+        self._cut: ShardedMoments | WithCopies | SeparateMoments | None = None
         tied = {param: weights.group for weights in tied_weights(engine.module) for param in weights.params}
         if holdings.routes:
             # Backward goes through the model about in the reverse of its order, whatever the param groups are.
@@ -121,6 +122,8 @@ class EngineObserver:
                 beside = cut_with_copies(routes, rank, tied, sharded, self._norms) if tied else None
                 self._cut = beside or sharded(routes, self._norms)
                 self._hook([route.param for route in routes], self._cut)
+            if holdings.experts and isinstance(self._cut, ShardedMoments):
+                self._cut = self._with_experts(self._cut, holdings, bucket)
         if holdings.copies:
             params = list(holdings.copies.values())
 
@@ -134,10 +137,27 @@ class EngineObserver:
             self._hook(params, self._whole)
 
     @staticmethod
-    def _hook(params: Sequence[Tensor], moments: AnyMoments) -> None:
+    def _hook(params: Sequence[Tensor], moments: ReplicatedMoments | ShardedMoments | WithCopies) -> None:
         for param in params:
             # A tensor hook sees the gradient of one micro-batch, before DeepSpeed's own hooks reduce it.
             param.register_hook(lambda grad, param=param: moments.add(param, grad))
+
+    def _with_experts(self, shared: ShardedMoments, holdings: Holdings, bucket: int) -> SeparateMoments:
+        """Beside ``shared``, the exchanges of experts over the ranks that hold the same ones; their hooks, too.
+
+        DeepSpeed divides their sum by the number of all data-parallel ranks: an expert's gradient is a sum over its
+        expert-parallel ranks' micro-batches already.
+        """
+        place = {param: index for index, param in enumerate(self._names)}
+        parts: list[tuple[ShardedMoments, set[Tensor]]] = [(shared, set())]
+        for group, of_group in holdings.experts.items():
+            routes = sorted(of_group, key=lambda route: place[route.param], reverse=True)
+            alone = tuple((rank,) for rank in range(torch.distributed.get_world_size(group)))
+            mean = SequenceGroups(group, alone, holdings.layouts[routes[0].shard].share)
+            exchange = ShardedMoments(routes, group, bucket, norms=self._norms, sequences=mean, eager=False)
+            self._hook([route.param for route in routes], exchange)
+            parts.append((exchange, {route.shard for route in routes}))
+        return SeparateMoments(parts)
 
     @property
     def _moments(self) -> AnyMoments | None:

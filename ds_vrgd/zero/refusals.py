@@ -11,6 +11,7 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 
 from ds_vrgd.optim import unused_over
 from ds_vrgd.zero.compat import defects, setting
+from ds_vrgd.zero.experts import refuse_experts
 from ds_vrgd.zero.groups import tensor_parallel_group
 from ds_vrgd.zero.pipeline import PIPELINE
 from ds_vrgd.zero.sequences import refuse_sequences
@@ -141,12 +142,6 @@ def _model_parallel(engine: Engine) -> str | None:
     return None
 
 
-def _experts(engine: Engine) -> str | None:
-    if engine.has_moe_layers:
-        return "MoE layers: expert parallelism is not supported yet"
-    return None
-
-
 def _summed_gradients(engine: Engine) -> str | None:
     if not engine.gradient_average:
         return "gradient_allreduce_op=sum: the mean over the ranks is part of the definition. Use the default, mean"
@@ -186,7 +181,7 @@ REFUSALS: tuple[Callable[[Engine], str | None], ...] = (
     _model_parallel,
     *TENSOR_PARALLEL,
     refuse_sequences,
-    _experts,
+    refuse_experts,
     _summed_gradients,
     _elastic_checkpoint,
     _universal_without_zero,

@@ -22,8 +22,10 @@ def sequence_groups(engine: Engine) -> SequenceGroups | None:
     number = {rank: place for place, rank in enumerate(_ranks(engine.seq_data_parallel_group))}
     everyone: list[Any] = [None] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(everyone, tuple(_ranks(engine.seq_parallel_group)))
+    size = engine.sequence_parallel_size
+    divisor = size if engine.zero_optimization_stage() == 3 else 1
     members = sorted({tuple(number[rank] for rank in ranks) for ranks in everyone if ranks[0] in number})
-    return SequenceGroups(engine.seq_parallel_group, tuple(members), averages=engine.zero_optimization_stage() == 3)
+    return SequenceGroups(engine.seq_parallel_group, tuple(members), divisor)
 
 
 def refuse_sequences(engine: Engine) -> str | None:

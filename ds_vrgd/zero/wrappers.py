@@ -33,12 +33,14 @@ class Holdings:
         layouts: of every tensor that ``step()`` will be called with.
         group: process group over which the optimizer wrapper cuts the layers; None where it keeps them whole.
         routes: for cut layers, where each observed parameter's elements are owned.
+        experts: the same for experts, which their own groups cut, by group.
         copies: for whole layers, the observed parameter behind each optimizer tensor.
     """
 
     layouts: dict[Tensor, ShardLayout] = field(default_factory=dict)
     group: Any | None = None
     routes: list[Route] = field(default_factory=list)
+    experts: dict[Any, list[Route]] = field(default_factory=dict)
     copies: dict[Tensor, Tensor] = field(default_factory=dict)
 
 
@@ -123,7 +125,7 @@ def _bf16(engine: Engine, chosen: Choice) -> Holdings:
 def _stages_1_and_2(engine: Engine, chosen: Choice) -> Holdings:
     """Stages 1 and 2: parameters in the order of ``round_robin_bit16_groups``, perhaps with gaps between them."""
     wrapper, layers = engine.optimizer, Layers(engine)
-    held = Holdings(group=wrapper.real_dp_process_group[0])
+    held = Holdings(group=wrapper.dp_process_group)
     groups = zip(
         wrapper.optimizer.param_groups,
         wrapper.round_robin_bit16_groups,
@@ -156,8 +158,9 @@ def _add_flat_group(
             segments.append(Segment(index, begin - rank * size, end - begin, begin - offset))
         if routed:
             name = of_shard[index].name
-            runs, place = _runs_across(offset, param.numel(), size), len(held.routes)
-            held.routes.append(Route(param, name, param.numel(), runs, shard, begin - rank * size, place=place))
+            routes = held.routes if partition is held.group else held.experts.setdefault(partition, [])
+            runs, place = _runs_across(offset, param.numel(), size), len(routes)
+            routes.append(Route(param, name, param.numel(), runs, shard, begin - rank * size, place=place))
     held.layouts[shard] = ShardLayout(of_shard, tuple(segments), size)
 
 

@@ -30,7 +30,7 @@ def test_parts_are_summed_before_they_are_rounded_again(dtype: torch.dtype) -> N
     joined = GROUPS.join(received, GROUPS.rows(range(4)))
     assert joined.dtype == torch.promote_types(dtype, torch.float32)
     assert joined.tolist() == [[257.0, 0.0], [6.0, 2.5]]  # 257 is no number of bfloat16
-    assert replace(GROUPS, averages=True).join(received, [(0, 2)]).tolist() == [[128.5, 0.0]]
+    assert replace(GROUPS, divisor=2).join(received, [(0, 2)]).tolist() == [[128.5, 0.0]]
 
 
 def gradient(rank: int, micro_batch: int, index: int) -> Tensor:

@@ -171,24 +171,6 @@ def test_compiled_model_is_refused_on_several_accelerators(
         engine.compile()
 
 
-@pytest.mark.parametrize(
-    ("attribute", "value", "message"),
-    [
-        ("has_moe_layers", True, "MoE layers"),
-    ],
-)
-def test_other_parallelism_is_refused(
-    monkeypatch: pytest.MonkeyPatch, attribute: str, value: object, message: str
-) -> None:
-    """These engines need more ranks or a model of their own: the engine's answer stands in for them."""
-    engine = SimpleNamespace(**{attribute: value})
-    only = [check for check in refusals.REFUSALS if attribute in check.__code__.co_names]
-    assert len(only) == 1
-    monkeypatch.setattr(refusals, "REFUSALS", only)
-    with pytest.raises(ValueError, match=message):
-        refusals.refuse_inexact(engine, "VRLAMB")
-
-
 def test_factory_is_accepted(errors: dict[str, str]) -> None:
     assert errors["class"] == ""
 
