@@ -44,14 +44,14 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     return parsed
 
 
-def command_line(arguments: list[str]) -> str:
+def command_line(arguments: list[str], module: str = "benchmarks") -> str:
     """As it was given, without the folder: that says nothing about the figures."""
     kept, skip = [], False
     for argument in arguments:
         if not skip and argument != "--output" and not argument.startswith("--output="):
             kept.append(argument)
         skip = argument == "--output"
-    return " ".join(["python -m benchmarks", *kept])
+    return " ".join([f"python -m {module}", *kept])
 
 
 def measure_parts(rank: Rank, chosen: argparse.Namespace, command: str, path: Path) -> None:

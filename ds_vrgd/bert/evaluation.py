@@ -10,17 +10,18 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from ds_vrgd.bert.examples import IGNORED_LABEL, Batch
+from ds_vrgd.bert.examples import Batch
 
 
 def held_out_losses(
-    engine: Any, batches: Iterator[Batch], unigram_counts: npt.NDArray[np.int64]
+    engine: Any, batches: Iterator[Batch], longest: int, unigram_counts: npt.NDArray[np.int64]
 ) -> tuple[float, float]:
     """Evaluate this rank's batches and average over the masked tokens of all ranks. Collective.
 
     Args:
         engine: DeepSpeed engine around a PretrainingModel.
-        batches: the same number on every rank.
+        batches: packed, the same number on every rank.
+        longest: tokens of an example at most.
         unigram_counts: occurrences of each token id in the training split.
 
     Returns:
@@ -32,8 +33,9 @@ def held_out_losses(
     engine.eval()
     with torch.no_grad():
         for batch in batches:
-            masked = batch["labels"][batch["labels"] != IGNORED_LABEL]
-            masked_lm, _ = engine(**{name: tensor.to(engine.device) for name, tensor in batch.items()})
+            masked = batch["labels"]
+            on_device = {name: tensor.to(engine.device) for name, tensor in batch.items()}
+            masked_lm, _ = engine(**on_device, longest=longest)
             loss += masked_lm.item() * len(masked)
             unigram -= float(log_probabilities[masked.numpy()].sum())
             tokens += len(masked)

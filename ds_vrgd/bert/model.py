@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 from torch.nn import functional
-from transformers import BertConfig, BertForPreTraining
+from transformers import AutoModelForPreTraining, BertConfig
 
-from ds_vrgd.bert.examples import IGNORED_LABEL
+from ds_vrgd.bert.attention import PACKED
 from ds_vrgd.bert.runfile import ModelSection
 
 _VOCABULARY_MULTIPLE = 8  # matrix units work on tiles; rows beyond the vocabulary are never used
@@ -21,34 +21,52 @@ def bert_config(model: ModelSection, pieces: int) -> BertConfig:
 
 
 class PretrainingModel(torch.nn.Module):
-    """BERT with its two pre-training losses.
+    """BERT with its two pre-training losses, on packed batches.
 
-    The vocabulary logits, most of the work in a small model, are computed at the masked positions alone.
+    No layer sees padding, and the vocabulary logits are computed at the masked positions alone. The weights, and their
+    names, are those of ``transformers.BertForPreTraining``.
     """
 
     def __init__(self, config: BertConfig) -> None:
         super().__init__()
-        self.network = BertForPreTraining(config)
+        self.network = AutoModelForPreTraining.from_config(config, attn_implementation=PACKED)
 
     def forward(
         self,
         input_ids: torch.Tensor,
         token_type_ids: torch.Tensor,
-        attention_mask: torch.Tensor,
+        position_ids: torch.Tensor,
+        starts: torch.Tensor,
+        masked_positions: torch.Tensor,
         labels: torch.Tensor,
         next_sentence_label: torch.Tensor,
+        longest: int,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Losses of a batch; shapes as in ``examples.ExampleBuilder.batch``.
+        """Losses of a batch; shapes as in ``packing.pack``.
+
+        Args:
+            longest: at least as many tokens as the longest example has.
 
         Returns:
             (masked_lm, next_sentence): mean over masked tokens (0 when none is) and over sequences; fp32 nats.
         """
-        encoded = self.network.bert(input_ids, attention_mask=attention_mask, token_type_ids=token_type_ids)
-        masked = labels != IGNORED_LABEL
-        logits, relationship = self.network.cls(encoded.last_hidden_state[masked], encoded.pooler_output)
-        total = functional.cross_entropy(logits.float(), labels[masked], reduction="sum")
-        masked_lm = total / masked.sum().clamp(min=1)
+        bert = self.network.bert
+        embedded = bert.embeddings(input_ids[None], token_type_ids[None], position_ids[None])
+        encoded = bert.encoder(embedded, starts=starts, longest=longest).last_hidden_state.squeeze(0)
+        pooled = bert.pooler(encoded[starts[:-1]].unsqueeze(1))
+        logits, relationship = self.network.cls(encoded[masked_positions], pooled)
+        total = functional.cross_entropy(logits.float(), labels, reduction="sum")
+        masked_lm = total / max(len(labels), 1)
         return masked_lm, functional.cross_entropy(relationship.float(), next_sentence_label)
+
+    def compile_layers(self) -> None:
+        """Have PyTorch compile embeddings, encoder layers and head, each once, for any number of tokens.
+
+        In place: names of weights stay. The first batch, and the first evaluation, take the time.
+        """
+        bert = self.network.bert
+        for module in (bert.embeddings, *bert.encoder.layer, self.network.cls):
+            module.compile(dynamic=True)
 
 
 def parameter_groups(model: torch.nn.Module) -> list[dict[str, Any]]:

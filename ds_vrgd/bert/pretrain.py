@@ -126,6 +126,7 @@ class Training:
         for group in engine.optimizer.param_groups:
             group["lr"] = lr
         accumulation, ranks = engine.gradient_accumulation_steps(), dist.get_world_size()
+        longest = self.run.phases[phase_index].sequence_length
         losses = torch.zeros(2, dtype=torch.float64, device=engine.device)
         for turn in range(accumulation):
             batch = {name: tensor.to(engine.device, non_blocking=True) for name, tensor in next(batches).items()}
@@ -133,7 +134,7 @@ class Training:
             place = turn * ranks + dist.get_rank()
             torch.manual_seed(_seed(_DROPOUT, self.run.seed, phase_index, step, place))
             engine.set_gradient_accumulation_boundary(turn == accumulation - 1)
-            masked_lm, next_sentence = engine(**batch)
+            masked_lm, next_sentence = engine(**batch, longest=longest)
             engine.backward(masked_lm + next_sentence)
             engine.step()
             losses += torch.stack([masked_lm.detach(), next_sentence.detach()])
@@ -170,7 +171,7 @@ class Training:
             dist.get_rank(),
             dist.get_world_size(),
         )
-        loss, entropy = held_out_losses(self.engine, batches, self.data.unigram_counts)
+        loss, entropy = held_out_losses(self.engine, batches, phase.sequence_length, self.data.unigram_counts)
         if self.log is not None:
             self.log.evaluation(step, loss, entropy)
         return loss, entropy

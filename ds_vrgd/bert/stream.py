@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from ds_vrgd.bert.examples import IGNORED_LABEL, Batch, ExampleBuilder, epoch_order
+from ds_vrgd.bert.packing import pack
 from ds_vrgd.bert.preemption import heed_only_the_rank
 from ds_vrgd.bert.runfile import Phase
 
@@ -17,7 +18,7 @@ _ORDER, _EXAMPLE, _EVALUATION = 0, 1, 2
 
 @dataclass(frozen=True)
 class MicroBatches(Dataset[Batch]):
-    """Micro-batches of one phase, by (update, number of the micro-batch within the global batch)."""
+    """Packed micro-batches of one phase, by (update, number of the micro-batch within the global batch)."""
 
     builder: ExampleBuilder
     seed: int
@@ -25,6 +26,10 @@ class MicroBatches(Dataset[Batch]):
     phase: Phase
 
     def __getitem__(self, place: tuple[int, int]) -> Batch:
+        return pack(self.examples(place))
+
+    def examples(self, place: tuple[int, int]) -> Batch:
+        """The micro-batch with padding, as ``ExampleBuilder.batch`` makes it."""
         step, micro_batch = place
         first = micro_batch * self.phase.micro_batch
         samples = range(first, first + self.phase.micro_batch)
@@ -92,4 +97,4 @@ def evaluation_batches(
         rows = real + order[:1] * (micro_batch - len(real))
         batch = builder.batch(rows, [(_EVALUATION, chunk) for chunk in rows])
         batch["labels"][len(real) :] = IGNORED_LABEL
-        yield batch
+        yield pack(batch)

@@ -37,11 +37,11 @@ def test_average_over_tokens_not_batches_without_dropout(monkeypatch: pytest.Mon
     monkeypatch.setattr(evaluation.dist, "all_reduce", lambda sums: None)
     engine = FixedLossEngine([1.0, 4.0, 0.0])
     batches = [
-        {"labels": torch.tensor([[0, 0, 2]])},  # three tokens of mean loss 1
-        {"labels": torch.tensor([[-100, 1, -100]])},  # one of loss 4
-        {"labels": torch.tensor([[-100, -100, -100]])},  # padding of the last round
+        {"labels": torch.tensor([0, 0, 2])},  # three tokens of mean loss 1
+        {"labels": torch.tensor([1])},  # one of loss 4
+        {"labels": torch.tensor([], dtype=torch.int64)},  # padding of the last round
     ]
-    loss, entropy = held_out_losses(engine, iter(batches), np.array([3, 0, 1]))
+    loss, entropy = held_out_losses(engine, iter(batches), 3, np.array([3, 0, 1]))
     assert loss == pytest.approx((3 * 1 + 4) / 4)
     assert entropy == pytest.approx(-(2 * math.log(4 / 7) + math.log(2 / 7) + math.log(1 / 7)) / 4)
     assert engine.modes == [False] * 3

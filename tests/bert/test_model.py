@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
+from transformers import AutoModelForPreTraining
 
 from ds_vrgd.bert.examples import ExampleBuilder, SpecialIds
 from ds_vrgd.bert.model import PretrainingModel, bert_config, parameter_groups
+from ds_vrgd.bert.packing import pack
 from ds_vrgd.bert.prepared import PreparedData
 from ds_vrgd.bert.runfile import RunFile
 
@@ -21,14 +25,23 @@ def test_loss_equals_that_of_transformers(model: PretrainingModel, data: Prepare
     builder = ExampleBuilder(data.train, data.chunks["train", 32], 32, SpecialIds.of(data.tokenizer))
     batch = builder.batch([0, 1, 2], [(0,), (1,), (2,)])
     model.eval()
-    masked_lm, next_sentence = model(**batch)
-    whole = model.network(**batch).loss  # logits at all positions, labels of -100 ignored
+    masked_lm, next_sentence = model(**pack(batch), longest=32)
+    padded = AutoModelForPreTraining.from_config(copy.deepcopy(model.network.config), attn_implementation="eager")
+    padded.load_state_dict(model.network.state_dict())
+    whole = padded.eval()(**batch).loss  # logits at all positions, labels of -100 ignored
     assert (masked_lm + next_sentence).item() == pytest.approx(whole.item(), rel=1e-6)
 
 
 def test_a_batch_that_masks_nothing_has_no_masked_lm_loss(model: PretrainingModel) -> None:
     ids = torch.full((2, 8), 7)
-    masked_lm, _ = model(ids, torch.zeros_like(ids), torch.ones_like(ids), torch.full_like(ids, -100), ids[:, 0] * 0)
+    batch = {
+        "input_ids": ids,
+        "token_type_ids": torch.zeros_like(ids),
+        "attention_mask": torch.ones_like(ids),
+        "labels": torch.full_like(ids, -100),
+        "next_sentence_label": ids[:, 0] * 0,
+    }
+    masked_lm, _ = model(**pack(batch), longest=8)
     assert masked_lm.item() == 0.0
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import cast
 
 import pytest
 import torch
 
-from ds_vrgd.bert.examples import IGNORED_LABEL, Batch, ExampleBuilder, SpecialIds
+from ds_vrgd.bert.examples import Batch, ExampleBuilder, SpecialIds
 from ds_vrgd.bert.prepared import PreparedData
 from ds_vrgd.bert.runfile import RunFile
 from ds_vrgd.bert.stream import MicroBatches, RankOrder, evaluation_batches, training_batches
@@ -57,13 +58,21 @@ def test_resuming_in_mid_phase_goes_on_where_it_stopped(micro_batches: MicroBatc
 
 
 class ChunkNumbers:
-    """In the place of an ExampleBuilder: a batch is the numbers of its chunks."""
+    """In the place of an ExampleBuilder: examples of one token, the number of their chunk."""
 
     chunks = range(145)  # no multiple of the global batch
 
     def batch(self, chunks: list[int], keys: Sequence[tuple[int, ...]]) -> Batch:
         assert len(set(keys)) == len(chunks)
-        return {"chunks": torch.tensor(chunks)}
+        ids = torch.tensor(chunks)[:, None]
+        zeros = torch.zeros_like(ids)
+        return {
+            "input_ids": ids,
+            "token_type_ids": zeros,
+            "attention_mask": zeros + 1,
+            "labels": zeros,
+            "next_sentence_label": zeros[:, 0],
+        }
 
 
 def test_no_example_twice_or_left_out_when_ranks_come_and_go(run: RunFile) -> None:
@@ -78,7 +87,7 @@ def test_no_example_twice_or_left_out_when_ranks_come_and_go(run: RunFile) -> No
             for rank in range(ranks)
         ]
         for _ in range(first, last):
-            step = [next(stream)["chunks"] for _ in range(phase.accumulation_steps(ranks)) for stream in streams]
+            step = [next(stream)["input_ids"] for _ in range(phase.accumulation_steps(ranks)) for stream in streams]
             per_step.append(len(step) * len(step[0]))
             seen += torch.cat(step).tolist()
     assert per_step == [12] * 40
@@ -86,7 +95,7 @@ def test_no_example_twice_or_left_out_when_ranks_come_and_go(run: RunFile) -> No
         assert sorted(seen[145 * epoch : 145 * (epoch + 1)]) == list(range(145))
     assert len(set(seen[435:])) == 480 - 435  # the rest of the fourth pass
     alone = training_batches(micro_batches, RankOrder(phase, 0, 0, 1), workers=0)
-    assert torch.cat([batch["chunks"] for batch in alone]).tolist() == seen
+    assert torch.cat([batch["input_ids"] for batch in alone]).tolist() == seen
 
 
 def test_workers_change_nothing(micro_batches: MicroBatches) -> None:
@@ -111,6 +120,16 @@ def test_phases_and_seeds_draw_differently(micro_batches: MicroBatches) -> None:
         assert not torch.equal(MicroBatches(**settings)[0, 0]["input_ids"], first)
 
 
+def labelled_examples(batch: Batch) -> list[tuple[int, ...]]:
+    """Tokens and labels of each example of a packed batch that has any labels."""
+    found = []
+    for begin, end in itertools.pairwise(batch["starts"].tolist()):
+        inside = (batch["masked_positions"] >= begin) & (batch["masked_positions"] < end)
+        if inside.any():
+            found.append((*batch["input_ids"][begin:end].tolist(), *batch["labels"][inside].tolist()))
+    return found
+
+
 @pytest.mark.parametrize("sequences", [7, 30, 10_000])
 def test_evaluation_covers_the_same_examples_with_equal_batches(data: PreparedData, sequences: int) -> None:
     held_out = builder(data, "held_out", 32)
@@ -119,10 +138,9 @@ def test_evaluation_covers_the_same_examples_with_equal_batches(data: PreparedDa
         shares = [list(evaluation_batches(held_out, sequences, 4, rank, ranks)) for rank in range(ranks)]
         assert len({len(share) for share in shares}) == 1
         batches = [batch for share in shares for batch in share]
-        assert {len(batch["labels"]) for batch in batches} == {4}
-        labels = torch.cat([torch.cat([batch["input_ids"], batch["labels"]], dim=1) for batch in batches])
-        real = (labels[:, 32:] != IGNORED_LABEL).any(dim=1)
-        assert real.sum() == min(sequences, len(held_out.chunks))
-        return {tuple(row.tolist()) for row in labels[real]}
+        assert {len(batch["next_sentence_label"]) for batch in batches} == {4}
+        examples = [example for batch in batches for example in labelled_examples(batch)]
+        assert len(examples) == min(sequences, len(held_out.chunks))
+        return set(examples)
 
     assert rows(1) == rows(3) == rows(5)
