@@ -12,9 +12,12 @@ from typing import Any
 
 import pytest
 import torch
+from deepspeed.moe.experts import Experts
+from deepspeed.moe.utils import is_moe_param
 from deepspeed.runtime.constants import PIPE_REPLICATED
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.zero import utils as zero_utils
+from deepspeed.utils import groups
 from deepspeed.utils.bwc import bwc_tensor_model_parallel_group
 
 from ds_vrgd.zero.groups import is_split
@@ -60,6 +63,7 @@ ENGINE = {
     "wrappers": ["param_names"],
     "ranks": ["client_optimizer", "mpu"],
     "groups": ["mpu", "mp_world_size", "seq_data_parallel_group"],
+    "sequences": ["seq_data_parallel_group", "sequence_parallel_size"],
     "refusals": [
         "_config", "zenflow", "mp_world_size", "sequence_parallel_size", "has_moe_layers", "gradient_average", "module",
     ],
@@ -112,6 +116,33 @@ def missing_attributes(rank: int) -> dict[str, Any]:
         }
         engine.destroy()
     return found
+
+
+#: Functions of ``deepspeed.utils.groups`` that experts.py calls, and their parameters.
+GROUPS = {
+    "_get_expert_parallel_world_size": ["group_name"],
+    "_get_expert_parallel_rank": ["group_name"],
+}
+
+
+@pytest.mark.parametrize("name", GROUPS)
+def test_expert_groups_can_be_asked_for(name: str) -> None:
+    function = getattr(groups, name, None)
+    assert function is not None, f"deepspeed.utils.groups.{name} is gone; ds_vrgd/zero/experts.py needs it"
+    parameters = list(inspect.signature(function).parameters)
+    assert parameters == GROUPS[name], f"groups.{name} takes {parameters} now; see ds_vrgd/zero/experts.py"
+
+
+def test_experts_are_marked_and_named_as_ever() -> None:
+    expert = torch.nn.Parameter(torch.zeros(1))
+    assert not is_moe_param(expert)
+    expert.allreduce = False
+    assert is_moe_param(expert), "DeepSpeed marks experts in another way now; see ds_vrgd/zero/experts.py"
+    layer = Experts(torch.nn.Linear(2, 2), num_local_experts=2, expert_group_name="ep_size_2")
+    assert {name for name, _ in layer.named_parameters()} == {
+        f"deepspeed_experts.{number}.{name}" for number in (0, 1) for name in ("weight", "bias")
+    }, "DeepSpeed names experts in another way now; see ds_vrgd/zero/experts.py"
+    assert {param.group_name for param in layer.parameters()} == {"ep_size_2"}
 
 
 @pytest.fixture(scope="module")
