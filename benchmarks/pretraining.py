@@ -1,6 +1,6 @@
 """Pre-training on real text, on one GPU: sequences a second of plain transformers and of ``ds_vrgd.bert``.
 
-    python -m benchmarks.pretraining --run configs/bert-large-64k-32k.yaml --micro-batches 256 64
+    python -m benchmarks.pretraining --run configs/bert-large/64k-32k.yaml --micro-batches 256 64
 
 Model, data and sequence lengths are the run file's. Each way trains whole steps in a DeepSpeed engine with VRLAMB at
 stage 2, on batches that the run's own loader makes while it trains.

@@ -6,12 +6,13 @@ import argparse
 from collections.abc import Callable, Sequence
 
 import ds_vrgd
-from ds_vrgd.cli import doctor, to_universal
+from ds_vrgd.cli import doctor, plan, to_universal
 
 #: ``add_parser`` of every subcommand. It adds its parser, whose default ``run`` takes the options and returns the exit
 #: status. What is slow to import is imported by ``run``.
 COMMANDS: tuple[Callable[[argparse._SubParsersAction[argparse.ArgumentParser]], None], ...] = (
     doctor.add_parser,
+    plan.add_parser,
     to_universal.add_parser,
 )
 

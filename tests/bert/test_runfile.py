@@ -33,7 +33,7 @@ def test_shipped_run_files_load_and_have_eight_chunks(path: Path) -> None:
 
 def test_paper_row_64k_32k() -> None:
     """VRGD paper, table 1: 8,599 steps; 90 % at length 128 and 10 % at 512; Mixed-batch 64k/32k."""
-    run = load_run_file(CONFIGS / "bert-large-64k-32k.yaml")
+    run = load_run_file(CONFIGS / "bert-large/64k-32k.yaml")
     assert sum(run.phase_steps) == 8599
     assert run.phase_steps[1] / 8599 == pytest.approx(0.1, abs=0.01)
     assert [(phase.sequence_length, phase.global_batch) for phase in run.phases] == [(128, 65536), (512, 32768)]
