@@ -25,11 +25,18 @@ class PretrainingModel(torch.nn.Module):
 
     No layer sees padding, and the vocabulary logits are computed at the masked positions alone. The weights, and their
     names, are those of ``transformers.BertForPreTraining``.
+
+    Args:
+        config: of the network.
+        activation_checkpointing: keep each layer's input alone for the backward pass.
     """
 
-    def __init__(self, config: BertConfig) -> None:
+    def __init__(self, config: BertConfig, *, activation_checkpointing: bool = False) -> None:
         super().__init__()
         self.network = AutoModelForPreTraining.from_config(config, attn_implementation=PACKED)
+        if activation_checkpointing:
+            # Not reentrant: a weight's gradient then comes whole, once a micro-batch.
+            self.network.gradient_checkpointing_enable({"use_reentrant": False})
 
     def forward(
         self,

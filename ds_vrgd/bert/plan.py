@@ -65,14 +65,16 @@ def state_bytes(config: dict[str, Any], numel: int, gpus: int) -> float:
     return 2.0 * (shard if stage == 3 else numel) + held * shard + (EXCHANGE_BYTES if stage else 0)
 
 
-def activation_bytes(model: ModelSection, pieces: int, sequence_length: int, micro_batch: int) -> float:
+def activation_bytes(run: RunFile, sequence_length: int, micro_batch: int) -> float:
     """Of one micro-batch in bf16 without padding, with dropout: 34 bytes a token and hidden unit of each layer.
 
     Equation 2 of Korthikanti et al. 2022 without its term for the attention weights, which are never stored; and the
-    logits of the masked tokens, in bf16, and in fp32 with their gradient.
+    logits of the masked tokens, in bf16, and in fp32 with their gradient. With activation checkpointing a layer keeps
+    its input, 2 bytes, and one layer at a time the rest.
     """
-    tokens = sequence_length * micro_batch
-    layers = 34.0 * tokens * model.hidden_size * model.num_hidden_layers
+    model, pieces, tokens = run.model, _pieces(run), sequence_length * micro_batch
+    kept = 2.0 * model.num_hidden_layers + 34.0 if run.activation_checkpointing else 34.0 * model.num_hidden_layers
+    layers = kept * tokens * model.hidden_size
     return float(layers + 10.0 * MASKED_FRACTION * tokens * int(bert_config(model, pieces).vocab_size))
 
 
@@ -82,8 +84,7 @@ def largest_micro_batch(run: RunFile, phase: Phase, config: dict[str, Any], gpus
     Raises:
         InputError: not even one sequence fits, or the global batch cannot be shared out evenly.
     """
-    pieces = _pieces(run)
-    state = state_bytes(config, parameters(run.model, pieces), gpus) + RESERVED_BYTES
+    state = state_bytes(config, parameters(run.model, _pieces(run)), gpus) + RESERVED_BYTES
     if phase.global_batch % gpus:
         raise InputError(
             f"global_batch={phase.global_batch} is not a multiple of --gpus {gpus}; take a number of GPUs that "
@@ -91,13 +92,13 @@ def largest_micro_batch(run: RunFile, phase: Phase, config: dict[str, Any], gpus
         )
 
     def needed(size: int) -> float:
-        return state + activation_bytes(run.model, pieces, phase.sequence_length, size)
+        return state + activation_bytes(run, phase.sequence_length, size)
 
     size = 1
     if needed(size) > memory:
         raise InputError(
             f"one sequence of {phase.sequence_length} needs about {needed(size) / GB:.1f} GB on each of {gpus} GPUs, "
-            f"more than --gpu-memory {memory / GB:g}; use more GPUs, ZeRO stage 3, or offload_optimizer"
+            f"more than --gpu-memory {memory / GB:g}; use more GPUs, activation_checkpointing, or ZeRO stage 3"
         )
     while phase.global_batch % (2 * size * gpus) == 0 and needed(2 * size) <= memory:
         size *= 2
@@ -119,13 +120,12 @@ def plan(
     """
     if speeds is not None and len(speeds) != len(run.phases):
         raise InputError(f"{len(speeds)} speeds for {len(run.phases)} phases; give one a phase")
-    pieces = _pieces(run)
-    state = state_bytes(config, parameters(run.model, pieces), gpus) + RESERVED_BYTES
+    state = state_bytes(config, parameters(run.model, _pieces(run)), gpus) + RESERVED_BYTES
     plans = []
     for index, phase in enumerate(run.phases):
         size = phase.micro_batch if memory is None else largest_micro_batch(run, phase, config, gpus, memory)
         accumulation = phase.model_copy(update={"micro_batch": size}).accumulation_steps(gpus)
-        peak = state + activation_bytes(run.model, pieces, phase.sequence_length, size)
+        peak = state + activation_bytes(run, phase.sequence_length, size)
         hours = None if speeds is None else phase.steps * phase.global_batch / (speeds[index] * gpus) / 3600
         plans.append(PhasePlan(phase, size, accumulation, accumulation * gpus, peak, hours))
     return plans

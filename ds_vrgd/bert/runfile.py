@@ -108,6 +108,8 @@ class RunFile(Section):
     # These two: see ds_vrgd.bert.sources.
     held_out_every: HeldOutEvery = DEFAULT_HELD_OUT_EVERY
     deduplicate_from: DeduplicateFrom = DEFAULT_DEDUPLICATE_FROM
+    # Keep each layer's input alone, and compute the layer once more in the backward pass.
+    activation_checkpointing: bool = False
     # At most this many held-out sequences are evaluated.
     evaluation_sequences: int = Field(default=1024, gt=0)
     # Updates between checkpoints, beside the one at each phase's end.

@@ -92,3 +92,25 @@ def test_gradients_are_those_of_the_padded_model(batch: Batch, data: PreparedDat
             atol=1e-7,
             msg=lambda text, name=name: f"{name}: {text}",
         )
+
+
+def test_activation_checkpointing_changes_no_gradient(batch: Batch, data: PreparedData) -> None:
+    """With dropout: what is computed twice draws the same numbers twice."""
+    config = BertConfig(
+        vocab_size=len(data.tokenizer),
+        hidden_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=32,
+    )
+    grads = []
+    for checkpointing in (False, True):
+        torch.manual_seed(0)
+        model = PretrainingModel(copy.deepcopy(config), activation_checkpointing=checkpointing).train()
+        calls = []
+        model.network.bert.encoder.layer[0].attention.register_forward_hook(lambda *_, calls=calls: calls.append(0))
+        sum(model(**pack(batch), longest=32)).backward()
+        assert len(calls) == 1 + checkpointing
+        grads.append([param.grad for param in model.parameters()])
+    for plain, recomputed in zip(*grads, strict=True):
+        assert torch.equal(plain, recomputed)

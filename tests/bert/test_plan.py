@@ -111,10 +111,16 @@ def test_memory_beside_a_measured_peak() -> None:
     That was the padded model with logits at all positions: in bf16, their gradient, and what cross-entropy keeps.
     """
     config = {**VRLAMB, "optimizer": {"type": "VRLAMB", "params": {"gamma": 0.1, "gsnr_dtype": "bfloat16"}}}
-    model = large().model
-    logits = 128 * 128 * 30528 * 2
-    estimate = state_bytes(config, parameters(model, 30522), 2) + activation_bytes(model, 30522, 128, 128) + 2 * logits
+    run, logits = large(), 128 * 128 * 30528 * 2
+    estimate = state_bytes(config, parameters(run.model, 30522), 2) + activation_bytes(run, 128, 128) + 2 * logits
     assert estimate / GB == pytest.approx(21.81, rel=0.1)
+
+
+def test_activation_checkpointing_leaves_an_input_a_layer() -> None:
+    run = large()
+    checkpointed = run.model_copy(update={"activation_checkpointing": True})
+    saved = activation_bytes(run, 128, 8) - activation_bytes(checkpointed, 128, 8)
+    assert saved == (34 * 24 - (2 * 24 + 34)) * 128 * 8 * 1024
 
 
 @pytest.mark.parametrize(
