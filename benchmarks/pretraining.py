@@ -9,7 +9,6 @@ stage 2, on batches that the run's own loader makes while it trains.
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import os
 import sys
@@ -28,8 +27,8 @@ from transformers import AutoModelForPreTraining
 import ds_vrgd  # noqa: F401  (makes VRLAMB known to DeepSpeed)
 from benchmarks.command import command_line
 from benchmarks.ranks import device_type
-from benchmarks.record import environment, file_name
-from benchmarks.timing import Clock, Spread
+from benchmarks.record import Record, environment, file_name
+from benchmarks.timing import Clock, Spread, repeat
 from benchmarks.training import free, highest_allocated, release, storages
 from ds_vrgd.bert.examples import Batch, ExampleBuilder, SpecialIds
 from ds_vrgd.bert.model import PretrainingModel, bert_config, parameter_groups
@@ -124,22 +123,17 @@ def measure(way: str, device: torch.device, run: RunFile, phase: Phase, data: Pr
     )
     example = builder.batch(list(range(16)), [(index,) for index in range(16)])
     loss = fp32_loss(way, engine.module, example, phase.sequence_length, device)
-    step = stepper(way, engine, batches, phase.sequence_length, accumulation)
+    waited: list[float] = []
+    step = stepper(way, engine, batches, phase.sequence_length, accumulation, waited)
     clock = Clock(device)
     started = time.perf_counter()
     step()
     clock.synchronize()
     first = time.perf_counter() - started
-    for _ in range(WARMUP_STEPS - 1):
-        step()
     highest_allocated(device)
-    marks, waited = [clock.mark()], []
-    for _ in range(TIMED_STEPS):
-        waited.append(step())
-        marks.append(clock.mark())
-    clock.synchronize()
-    seconds = [clock.seconds(begin, end) for begin, end in itertools.pairwise(marks)]
+    seconds = repeat(step, clock, TIMED_STEPS, WARMUP_STEPS - 1)
     peak = highest_allocated(device)
+    of_steps = waited[-TIMED_STEPS:]
     kernels = longest_kernels(step) if device.type == "cuda" else []
     engine.destroy()
     del engine, model, step
@@ -151,7 +145,7 @@ def measure(way: str, device: torch.device, run: RunFile, phase: Phase, data: Pr
         "micro_batch": phase.micro_batch,
         "accumulation": accumulation,
         "sequences_per_second": Spread.of([phase.global_batch / one for one in seconds]).to_json(),
-        "waited_for_data": Spread.of(waited).to_json(),
+        "waited_for_data": Spread.of(of_steps).to_json(),
         "first_step_seconds": first,
         "peak_bytes": peak,
         "real_tokens": float(example["attention_mask"].float().mean()),
@@ -178,19 +172,20 @@ def longest_kernels(step: Callable[[], Any]) -> list[dict[str, Any]]:
     ]
 
 
-def stepper(way: str, engine: Any, batches: Iterator[Batch], longest: int, accumulation: int) -> Callable[[], float]:
-    """One optimizer step; returns the seconds that the host waited for batches."""
+def stepper(
+    way: str, engine: Any, batches: Iterator[Batch], longest: int, accumulation: int, waited: list[float]
+) -> Callable[[], None]:
+    """One optimizer step; adds the seconds that the host waited for batches to ``waited``."""
 
-    def step() -> float:
-        waited = 0.0
+    def step() -> None:
+        waited.append(0.0)
         for _ in range(accumulation):
             begin = time.perf_counter()
             batch = next(batches)
-            waited += time.perf_counter() - begin
+            waited[-1] += time.perf_counter() - begin
             on_device = {name: tensor.to(engine.device, non_blocking=True) for name, tensor in batch.items()}
             engine.backward(engine(**on_device) if way == PLAIN else engine(**on_device, longest=longest))
             engine.step()
-        return waited
 
     return step
 
@@ -198,14 +193,13 @@ def stepper(way: str, engine: Any, batches: Iterator[Batch], longest: int, accum
 def measure_all(chosen: argparse.Namespace, run: RunFile, data: PreparedData, command: str, path: Path) -> None:
     """Every way at every length; the file is complete after every row."""
     device = torch.device("cuda:0" if device_type() == "cuda" else "cpu")
-    rows: list[dict[str, Any]] = []
+    record = Record(path, environment(command, 1, device))
     for phase, micro_batch in zip(run.phases, chosen.micro_batches, strict=True):
         sized = {"micro_batch": micro_batch, "global_batch": micro_batch * chosen.accumulation, "steps": STEPS}
         for way in chosen.ways:
-            rows.append(measure(way, device, run, phase.model_copy(update=sized), data))
-            print(json.dumps({key: value for key, value in rows[-1].items() if key != "kernels"}), flush=True)
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(json.dumps({"environment": environment(command, 1, device), "rows": rows}, indent=1) + "\n")
+            row = measure(way, device, run, phase.model_copy(update=sized), data)
+            record.add("pretraining", row)
+            print(json.dumps({key: value for key, value in row.items() if key != "kernels"}), flush=True)
 
 
 def main(arguments: list[str]) -> int:

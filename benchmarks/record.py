@@ -33,7 +33,7 @@ class Record:
 
     def add(self, part: str, row: dict[str, Any]) -> None:
         """Take one row and write the file."""
-        self._run[part].append(row)
+        self._run.setdefault(part, []).append(row)
         if self._path is None:
             return
         self._path.parent.mkdir(parents=True, exist_ok=True)

@@ -83,14 +83,19 @@ def fill_deepspeed_config(
     return config
 
 
+def reduces_variance(config: dict[str, Any]) -> bool:
+    """Whether the optimizer of a DeepSpeed JSON that :func:`load_deepspeed_config` has read measures GSNR."""
+    optimizer = config["optimizer"]
+    return bool(optimizer["type"].startswith("VR") and optimizer.get("params", {}).get("gamma", 0.0) != 1.0)
+
+
 def _check_chunks(config: dict[str, Any], run: RunFile, ranks: int) -> None:
     """Check that every phase has the two chunks a step that a variance needs, unless nothing is to be reduced.
 
     Raises:
         InputError: a VR optimizer with k = ranks x accumulation = 1.
     """
-    optimizer = config["optimizer"]
-    if not optimizer["type"].startswith("VR") or optimizer.get("params", {}).get("gamma", 0.0) == 1.0:
+    if not reduces_variance(config):
         return
     for number, phase in enumerate(run.phases, start=1):
         if ranks * phase.accumulation_steps(ranks) < 2:

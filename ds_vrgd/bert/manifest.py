@@ -1,4 +1,4 @@
-"""What a checkpoint consists of: ``manifest.json`` in its folder, the size and sha256 of every other file."""
+"""What a checkpoint, or prepared data, consists of: ``manifest.json``, the size and sha256 of every other file."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def saved_bytes(folder: Path) -> int:
 
 
 def first_fault(folder: Path, share: int = 0, shares: int = 1, only: str | None = None) -> str | None:
-    """The first file of a checkpoint that is not as it was saved, with what was found and expected; None if all are.
+    """The first file of a folder that is not as it was saved, with what was found and expected; None if all are.
 
     Args:
         share: of ``shares`` processes that look at every ``shares``-th file each.

@@ -7,6 +7,7 @@ from typing import Any
 
 from ds_vrgd.bert.errors import InputError
 from ds_vrgd.bert.examples import MASKED_FRACTION
+from ds_vrgd.bert.launch import reduces_variance
 from ds_vrgd.bert.model import bert_config
 from ds_vrgd.bert.runfile import ModelSection, Phase, RunFile
 
@@ -54,11 +55,9 @@ def state_bytes(config: dict[str, Any], numel: int, gpus: int) -> float:
     average (2 with ``gsnr_dtype="bfloat16"``) and 8 for the chunks' moments, during a window.
     """
     stage = int(config.get("zero_optimization", {}).get("stage", 0))
-    optimizer = config.get("optimizer", {})
-    arguments = optimizer.get("params", {})
     held = 12.0
-    if str(optimizer.get("type", "")).upper().startswith("VR") and arguments.get("gamma", 0.0) < 1.0:
-        held += 8 + (2 if arguments.get("gsnr_dtype") == "bfloat16" else 4)
+    if reduces_variance(config):
+        held += 8 + (2 if config["optimizer"].get("params", {}).get("gsnr_dtype") == "bfloat16" else 4)
     else:
         held += 2  # the reduced gradient
     shard = numel / gpus if stage else numel
@@ -78,13 +77,18 @@ def activation_bytes(run: RunFile, sequence_length: int, micro_batch: int) -> fl
     return float(layers + 10.0 * MASKED_FRACTION * tokens * int(bert_config(model, pieces).vocab_size))
 
 
+def needed_bytes(run: RunFile, config: dict[str, Any], gpus: int, sequence_length: int, micro_batch: int) -> float:
+    """On one GPU at the peak, with what is no tensor."""
+    state = state_bytes(config, parameters(run.model, _pieces(run)), gpus)
+    return state + RESERVED_BYTES + activation_bytes(run, sequence_length, micro_batch)
+
+
 def largest_micro_batch(run: RunFile, phase: Phase, config: dict[str, Any], gpus: int, memory: float) -> int:
     """The largest power of two that fits, and by which every GPU gets the same.
 
     Raises:
         InputError: not even one sequence fits, or the global batch cannot be shared out evenly.
     """
-    state = state_bytes(config, parameters(run.model, _pieces(run)), gpus) + RESERVED_BYTES
     if phase.global_batch % gpus:
         raise InputError(
             f"global_batch={phase.global_batch} is not a multiple of --gpus {gpus}; take a number of GPUs that "
@@ -92,7 +96,7 @@ def largest_micro_batch(run: RunFile, phase: Phase, config: dict[str, Any], gpus
         )
 
     def needed(size: int) -> float:
-        return state + activation_bytes(run, phase.sequence_length, size)
+        return needed_bytes(run, config, gpus, phase.sequence_length, size)
 
     size = 1
     if needed(size) > memory:
@@ -120,12 +124,11 @@ def plan(
     """
     if speeds is not None and len(speeds) != len(run.phases):
         raise InputError(f"{len(speeds)} speeds for {len(run.phases)} phases; give one a phase")
-    state = state_bytes(config, parameters(run.model, _pieces(run)), gpus) + RESERVED_BYTES
     plans = []
     for index, phase in enumerate(run.phases):
         size = phase.micro_batch if memory is None else largest_micro_batch(run, phase, config, gpus, memory)
         accumulation = phase.model_copy(update={"micro_batch": size}).accumulation_steps(gpus)
-        peak = state + activation_bytes(run, phase.sequence_length, size)
+        peak = needed_bytes(run, config, gpus, phase.sequence_length, size)
         hours = None if speeds is None else phase.steps * phase.global_batch / (speeds[index] * gpus) / 3600
         plans.append(PhasePlan(phase, size, accumulation, accumulation * gpus, peak, hours))
     return plans

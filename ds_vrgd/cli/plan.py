@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from pathlib import Path
 
@@ -35,16 +34,18 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 def run(options: argparse.Namespace) -> int:
     """Print the plan; 1 if there is none."""
     from ds_vrgd.bert.errors import InputError
+    from ds_vrgd.bert.launch import load_deepspeed_config
     from ds_vrgd.bert.plan import GB, plan
     from ds_vrgd.bert.runfile import load_run_file
+    from ds_vrgd.optim.base import FEW_CHUNKS
 
     try:
         if options.gpus < 1 or min(options.sequences_per_second or [1]) <= 0 or (options.gpu_memory or 1) <= 0:
             raise InputError("--gpus, --gpu-memory and --sequences-per-second must be positive")
-        config = json.loads(options.deepspeed_config.read_text())
+        config = load_deepspeed_config(options.deepspeed_config)
         memory = None if options.gpu_memory is None else options.gpu_memory * GB
         found = plan(load_run_file(options.run_file), config, options.gpus, memory, options.sequences_per_second)
-    except (InputError, OSError, ValueError) as error:
+    except InputError as error:
         print(f"ds-vrgd plan: {error}", file=sys.stderr)
         return 1
     header = ["phase", "sequence", "updates", "global batch", "micro-batch", "accumulation", "k", "GB a GPU", "hours"]
@@ -68,6 +69,6 @@ def run(options: argparse.Namespace) -> int:
     if all(one.hours is not None for one in found):
         print(f"{sum(one.hours or 0 for one in found):.1f} hours on {options.gpus} GPUs")
     for number, one in enumerate(found, start=1):
-        if one.chunks < 8:
+        if one.chunks < FEW_CHUNKS:
             print(f"phase {number}: k = {one.chunks}; the paper found k in [32, 256] best: halve the micro-batch")
     return 0

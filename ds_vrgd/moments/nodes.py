@@ -136,7 +136,7 @@ class NodeMoments:
         merge_chunks_(received, *self._columns[bucket], parts)
 
     def finish(self, parts: int) -> None:
-        """Merge the nodes' moments over ``parts`` micro-batches into the shards; a collective."""
+        """Merge the nodes' moments over ``parts`` micro-batches into the shards, on the side stream; a collective."""
         for bucket in self._buckets:
             self._store.open(bucket)
         self._lanes.fork(())
@@ -148,7 +148,6 @@ class NodeMoments:
                 flights.append(self._launch(bucket))
             while flights:
                 self._land(flights.popleft(), parts)
-        self._lanes.join()
 
     def _column(self, bucket: Bucket) -> list[int]:
         """Elements that each node's rank of this column owns."""

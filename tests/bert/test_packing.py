@@ -19,6 +19,18 @@ LENGTHS = (5, 17, 1, 32)
 STARTS = torch.tensor([0, 5, 22, 23, 55], dtype=torch.int32)
 
 
+def small(data: PreparedData, dropout: float) -> BertConfig:
+    return BertConfig(
+        vocab_size=len(data.tokenizer),
+        hidden_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=32,
+        hidden_dropout_prob=dropout,
+        attention_probs_dropout_prob=dropout,
+    )
+
+
 @pytest.fixture(scope="module")
 def batch(data: PreparedData) -> Batch:
     builder = ExampleBuilder(data.train, data.chunks["train", 32], 32, SpecialIds.of(data.tokenizer))
@@ -69,15 +81,7 @@ def test_every_example_attends_to_itself_alone(device: str) -> None:
 
 def test_gradients_are_those_of_the_padded_model(batch: Batch, data: PreparedData) -> None:
     torch.manual_seed(0)
-    config = BertConfig(
-        vocab_size=len(data.tokenizer),
-        hidden_size=16,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        intermediate_size=32,
-        hidden_dropout_prob=0.0,
-        attention_probs_dropout_prob=0.0,
-    )
+    config = small(data, dropout=0.0)
     model = PretrainingModel(config).double()
     padded = AutoModelForPreTraining.from_config(copy.deepcopy(config), attn_implementation="eager").double()
     padded.load_state_dict(model.network.state_dict())
@@ -96,13 +100,7 @@ def test_gradients_are_those_of_the_padded_model(batch: Batch, data: PreparedDat
 
 def test_activation_checkpointing_changes_no_gradient(batch: Batch, data: PreparedData) -> None:
     """With dropout: what is computed twice draws the same numbers twice."""
-    config = BertConfig(
-        vocab_size=len(data.tokenizer),
-        hidden_size=16,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        intermediate_size=32,
-    )
+    config = small(data, dropout=0.1)
     grads = []
     for checkpointing in (False, True):
         torch.manual_seed(0)

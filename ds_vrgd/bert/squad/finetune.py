@@ -55,7 +55,7 @@ def finetune(settings: Settings, report: Callable[[str], None]) -> str:
         why = "left out: their answer does not stand at its answer_start"
         _report_windows(report, "--train-file", train_on, train_windows, why)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    bf16 = device.type == "cuda" and not settings.fp32
+    bf16 = settings.autocasts(device)
     report(f"weights: {weights.origin}; {device.type}, {'bf16 autocast' if bf16 else 'fp32'}")
 
     results: list[dict[str, Any]] = []

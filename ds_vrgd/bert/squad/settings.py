@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from ds_vrgd.bert.errors import InputError
@@ -68,6 +69,10 @@ class Settings(BaseModel):
     def chunk(self) -> int:
         """Windows of one backward pass."""
         return self.micro_batch or self.batch_size
+
+    def autocasts(self, device: torch.device) -> bool:
+        """Whether training and answering run in bf16 autocast there."""
+        return device.type == "cuda" and not self.fp32
 
 
 def check_settings(values: dict[str, object]) -> Settings:

@@ -53,7 +53,7 @@ def train(
     longest = tokenised.lengths[batches].reshape(len(batches), -1, settings.chunk).max(axis=2)
     optimizer = _optimizer(model, settings, device)
     warmup = round(settings.warmup_ratio * len(batches))
-    bf16 = device.type == "cuda" and not settings.fp32
+    bf16 = settings.autocasts(device)
     torch.manual_seed(seed)  # of dropout: the same whatever the weights took
     model.train()
     losses = torch.zeros((), device=device)
