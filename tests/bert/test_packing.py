@@ -58,7 +58,13 @@ def attention_of_one(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
 
 
 @pytest.mark.parametrize(
-    "device", ["cpu", pytest.param("cuda", marks=pytest.mark.skipif("not torch.cuda.is_available()"))]
+    "device",
+    [
+        "cpu",
+        pytest.param(
+            "cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="FlashAttention needs a GPU")
+        ),
+    ],
 )
 def test_every_example_attends_to_itself_alone(device: str) -> None:
     torch.manual_seed(0)
