@@ -22,7 +22,9 @@ from ds_vrgd.zero.scale import GradientScale
 from tests.support.ranks import run_on_ranks
 
 CONFIGS = Path(__file__).parents[2] / "configs"
-SHIPPED = sorted(path.name for path in CONFIGS.glob("*.json"))
+#: The baseline's configuration has nothing of ours, which is the doctor's first sentence about it.
+BASELINE = "ds_adamw.json"
+SHIPPED = sorted(path.name for path in CONFIGS.glob("*.json") if path.name != BASELINE)
 VRLAMB: dict[str, Any] = {
     "optimizer": {"type": "VRLAMB", "params": {"lr": 4e-3}},
     "zero_optimization": {"stage": 2},
@@ -95,6 +97,11 @@ def row(outcome: Outcome, key: str) -> str:
 @pytest.mark.parametrize("name", SHIPPED)
 def test_shipped_configuration_is_exact(outcomes: dict[str, Outcome], name: str) -> None:
     assert outcomes[name].status == EXACT, outcomes[name].rows
+
+
+def test_shipped_baseline_has_nothing_to_check() -> None:
+    with pytest.raises(ValueError, match=r'optimizer.type="AdamW" .* nothing to check; set it to "VRAdamW"'):
+        prepare(read_config(CONFIGS / BASELINE), 2, "cpu")
 
 
 @pytest.mark.parametrize(
