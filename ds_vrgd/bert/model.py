@@ -37,6 +37,7 @@ class PretrainingModel(torch.nn.Module):
         if activation_checkpointing:
             # Not reentrant: a weight's gradient then comes whole, once a micro-batch.
             self.network.gradient_checkpointing_enable({"use_reentrant": False})
+        self._summed_loss = summed_loss
 
     def forward(
         self,
@@ -62,18 +63,24 @@ class PretrainingModel(torch.nn.Module):
         encoded = bert.encoder(embedded, starts=starts, longest=longest).last_hidden_state.squeeze(0)
         pooled = bert.pooler(encoded[starts[:-1]].unsqueeze(1))
         logits, relationship = self.network.cls(encoded[masked_positions], pooled)
-        total = functional.cross_entropy(logits.float(), labels, reduction="sum")
-        masked_lm = total / max(len(labels), 1)
+        masked_lm = self._summed_loss(logits, labels) / max(len(labels), 1)
         return masked_lm, functional.cross_entropy(relationship.float(), next_sentence_label)
 
     def compile_layers(self) -> None:
-        """Have PyTorch compile embeddings, encoder layers and head, each once, for any number of tokens.
+        """Have PyTorch compile embeddings, encoder layers, head and loss, each once, for any number of tokens.
 
-        In place: names of weights stay. The first batch, and the first evaluation, take the time.
+        In place: names of weights stay. The first batch, and the first evaluation, take the time. The loss becomes one
+        kernel each way, and the logits are never stored in fp32.
         """
         bert = self.network.bert
         for module in (bert.embeddings, *bert.encoder.layer, self.network.cls):
             module.compile(dynamic=True)
+        self._summed_loss = torch.compile(summed_loss, dynamic=True)
+
+
+def summed_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Cross-entropy of ``(m, vocabulary)`` logits in any dtype, summed over m labels in fp32, nats."""
+    return functional.cross_entropy(logits.float(), labels, reduction="sum")
 
 
 def parameter_groups(model: torch.nn.Module) -> list[dict[str, Any]]:

@@ -212,6 +212,8 @@ def pretrain(run: RunFile, deepspeed_config: dict[str, Any], output: Path, resum
     torch.manual_seed(_seed(run.seed))
     config_of_model = bert_config(run.model, len(data.tokenizer))
     model = PretrainingModel(config_of_model, activation_checkpointing=run.activation_checkpointing)
+    if run.compile:
+        model.compile_layers()
     with contextlib.nullcontext() if resumption is None else fitting(resumption, ranks, output, config) as source:
         engine, *_ = deepspeed.initialize(model=model, model_parameters=parameter_groups(model), config=config)
         if source:

@@ -110,6 +110,8 @@ class RunFile(Section):
     deduplicate_from: DeduplicateFrom = DEFAULT_DEDUPLICATE_FROM
     # Keep each layer's input alone, and compute the layer once more in the backward pass.
     activation_checkpointing: bool = False
+    # Have PyTorch compile the network, layer by layer; the first updates take the minute or so. Needs a C++ compiler.
+    compile: bool = False
     # At most this many held-out sequences are evaluated.
     evaluation_sequences: int = Field(default=1024, gt=0)
     # Updates between checkpoints, beside the one at each phase's end.

@@ -116,8 +116,10 @@ def _has_several_devices(engine: Engine) -> bool:
 
 
 def _compiled_model(engine: Engine) -> str | None:
-    module = engine.module
-    is_compiled = hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None
+    is_compiled = any(
+        hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None
+        for module in engine.module.modules()
+    )
     return COMPILED_ON_SEVERAL_DEVICES if is_compiled and _has_several_devices(engine) else None
 
 
