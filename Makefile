@@ -2,7 +2,7 @@
 # pyproject.toml or the constraints change.
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help venv demo test test-full lint format bench
+.PHONY: help venv demo test test-full lint format bench results-small results
 
 PYTHON ?= python3
 VENV := .venv
@@ -19,6 +19,7 @@ CPU := PATH="$(CURDIR)/$(BIN):$$PATH" DS_ACCELERATOR=cpu OMP_NUM_THREADS=1
 DEMO_OUT ?= out/demo
 PYTEST_ARGS ?=
 BENCH_ARGS ?=
+RESULTS_ARGS ?=
 
 help:
 	@echo 'make demo    pre-train a small BERT in two phases with VRLAMB under ZeRO-2, two ranks, CPU -> $(DEMO_OUT)'
@@ -27,6 +28,8 @@ help:
 	@echo 'make lint    ruff and mypy'
 	@echo 'make format  let ruff rewrite what it can'
 	@echo 'make bench   measure collectives, kernels and training steps on all GPUs -> out/benchmarks'
+	@echo 'make results-small  test the claims of the paper, small sizes, CPU, minutes -> docs/RESULTS.md, docs/figures'
+	@echo 'make results  the same in full size on a GPU'
 	@echo 'make venv    only the environment (.venv); CONSTRAINTS= for your own torch on a GPU machine'
 
 venv: $(STAMP)
@@ -66,3 +69,15 @@ bench: $(STAMP)
 	  { echo 'make bench measures GPUs, and torch finds none here: nothing was measured. On the CPU,' \
 	    '$(BIN)/python -m benchmarks runs all of it on a tiny model, to show that it works.' >&2; exit 1; }
 	$(BIN)/python -m benchmarks $(BENCH_ARGS)
+
+# Both go on where they were stopped (out/evidence). RESULTS_ARGS="linear" for one of the experiments.
+results-small: $(STAMP)
+	$(CPU) OMP_NUM_THREADS=2 $(BIN)/python -m benchmarks.evidence $(RESULTS_ARGS) --size small
+	$(BIN)/python -m benchmarks.evidence report $(RESULTS_ARGS)
+
+results: $(STAMP)
+	@$(BIN)/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' || \
+	  { echo 'make results needs a GPU, and torch finds none here: nothing was measured. make results-small' \
+	    'runs the small sizes on the CPU.' >&2; exit 1; }
+	$(BIN)/python -m benchmarks.evidence $(RESULTS_ARGS) --size full
+	$(BIN)/python -m benchmarks.evidence report $(RESULTS_ARGS)

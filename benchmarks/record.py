@@ -34,12 +34,16 @@ class Record:
     def add(self, part: str, row: dict[str, Any]) -> None:
         """Take one row and write the file."""
         self._run.setdefault(part, []).append(row)
-        if self._path is None:
-            return
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = self._path.with_suffix(".tmp")
-        unfinished.write_text(json.dumps(self._run, indent=1) + "\n")
-        unfinished.rename(self._path)
+        if self._path is not None:
+            write_json(self._path, self._run)
+
+
+def write_json(path: Path, content: Any) -> None:
+    """Whole or not at all: a kill leaves the file that was there."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_suffix(".tmp")
+    unfinished.write_text(json.dumps(content, indent=1) + "\n")
+    unfinished.rename(path)
 
 
 def file_name() -> str:

@@ -1,0 +1,124 @@
+"""An experiment is a list of settings and a function from a setting to a row; a sweep keeps every row as it comes."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from benchmarks.record import write_json
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+SIZES = SMALL, FULL = "small", "full"
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """What one module of this package gives, as ``EXPERIMENT``.
+
+    Attributes:
+        title: of the figure and its table.
+        settings: of a size, the most telling ones first; frozen dataclasses whose fields JSON can hold. A row is known
+            by them, so what changes a result is a field.
+        measure: the results of one setting, by names that no field has; JSON can hold them. A run that came apart is a
+            result (a loss of NaN), an exception is not: the sweep goes on, and tries the setting again next time.
+        tables: Markdown lines for rows that hold the fields and the results.
+        draw: the figure of the same rows.
+        figure_size: in inches.
+    """
+
+    title: str
+    settings: Callable[[str], Sequence[Any]]
+    measure: Callable[[Any], Row]
+    tables: Callable[[Sequence[Row]], list[str]]
+    draw: Callable[[Figure, Sequence[Row]], None]
+    figure_size: tuple[float, float] = (9.0, 4.0)
+
+
+def load(name: str) -> Experiment:
+    """The experiment of a module."""
+    experiment: Experiment = importlib.import_module(f"benchmarks.evidence.{name}").EXPERIMENT
+    return experiment
+
+
+class Rows:
+    """The file of one experiment, complete after every row: ``{"environments": [...], "rows": [...]}``.
+
+    A row holds ``size``, the setting's fields, the results, ``seconds``, and ``environment``, the place of what it was
+    measured with in the other list: a sweep may go on with other code, or on another machine.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._content: dict[str, list[dict[str, Any]]] = {"environments": [], "rows": []}
+        if path.exists():
+            self._content = json.loads(path.read_text())
+
+    def add(self, row: Row, environment: dict[str, Any]) -> None:
+        """Take a row and write the file."""
+        environments = self._content["environments"]
+        if environment not in environments:
+            environments.append(environment)
+        self._content["rows"].append({**row, "environment": environments.index(environment)})
+        write_json(self._path, self._content)
+
+    def find(self, size: str, setting: Any) -> Row | None:
+        """The row of a setting, or None."""
+        wanted = {"size": size, **_as_json(asdict(setting))}
+        for row in self._content["rows"]:
+            if wanted.items() <= row.items():
+                return row
+        return None
+
+    def environment_of(self, row: Row) -> dict[str, Any]:
+        """What a row was measured with."""
+        return self._content["environments"][row["environment"]]
+
+
+def sweep(name: str, size: str, rows: Rows, environment: dict[str, Any], *, deadline: float | None = None) -> list[Any]:
+    """Measure every setting of an experiment that has no row yet.
+
+    Args:
+        deadline: of ``time.monotonic()``. A setting begins only if the longest one of this sweep would end before.
+
+    Returns:
+        The settings that have no row still, because they failed or time was up.
+    """
+    experiment = load(name)
+    missing = [setting for setting in experiment.settings(size) if rows.find(size, setting) is None]
+    left, longest = [], 0.0
+    for number, setting in enumerate(missing, start=1):
+        begin = time.monotonic()
+        if deadline is not None and begin + longest > deadline:
+            return left + missing[number - 1 :]
+        try:
+            results = experiment.measure(setting)
+        except Exception:
+            traceback.print_exc()
+            print(f"{name}: {setting} failed and has no row", file=sys.stderr, flush=True)
+            left.append(setting)
+            continue
+        seconds = time.monotonic() - begin
+        longest = max(longest, seconds)
+        fields = asdict(setting)
+        if clash := (fields.keys() | {"size", "seconds", "environment"}) & results.keys():
+            raise ValueError(f"{name}: {', '.join(sorted(clash))} is a field of the setting as well as a result")
+        rows.add({"size": size, **fields, **results, "seconds": round(seconds, 3)}, environment)
+        print(f"{name} {number}/{len(missing)}, {seconds:.1f} s: {setting}", flush=True)
+    return left
+
+
+def _as_json(fields: dict[str, Any]) -> dict[str, Any]:
+    """As it comes back from a file: tuples as lists."""
+    read: dict[str, Any] = json.loads(json.dumps(fields))
+    return read

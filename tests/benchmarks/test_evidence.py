@@ -1,0 +1,141 @@
+"""A sweep keeps every row, goes on where it stopped, and its report says what it was measured with."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from benchmarks import evidence
+from benchmarks.evidence.__main__ import main
+from benchmarks.evidence.experiment import Experiment, Row, Rows, load, sweep
+from benchmarks.evidence.report import grouped, report, spread
+from benchmarks.pages import table
+
+ENVIRONMENT = {"command": "c", "date": "2026-01-01", "card": "CPU", "versions": {"torch": "2", "CUDA": "none"}}
+MARKED = "before\n<!-- evidence toy: begin -->\n<!-- evidence toy: end -->\nafter\n"
+
+
+@dataclass(frozen=True)
+class Setting:
+    rate: float
+    seed: int
+    betas: tuple[float, float] = (0.9, 0.99)
+
+
+class Toy:
+    """Counts what it measured; fails where it is told to."""
+
+    def __init__(self) -> None:
+        self.measured: list[Setting] = []
+        self.fails: set[int] = set()
+
+    def settings(self, size: str) -> list[Setting]:
+        return [Setting(0.1, seed) for seed in range({"small": 3, "full": 4}[size])]
+
+    def measure(self, setting: Setting) -> Row:
+        if setting.seed in self.fails:
+            raise RuntimeError("out of memory")
+        self.measured.append(setting)
+        return {"loss": float(setting.seed)}
+
+    def tables(self, rows: Sequence[Row]) -> list[str]:
+        body = [[str(rate), spread([row["loss"] for row in of])] for (rate,), of in grouped(rows, "rate").items()]
+        return table(["rate", "loss"], body)
+
+    def draw(self, figure: Any, rows: Sequence[Row]) -> None:
+        figure.subplots().plot([row["loss"] for row in rows])
+
+
+@pytest.fixture
+def toy(monkeypatch: pytest.MonkeyPatch) -> Toy:
+    made = Toy()
+    experiment = Experiment("A toy", made.settings, made.measure, made.tables, made.draw)
+    monkeypatch.setitem(sys.modules, "benchmarks.evidence.toy", SimpleNamespace(EXPERIMENT=experiment))
+    for module in (evidence, sys.modules["benchmarks.evidence.__main__"]):
+        monkeypatch.setattr(module, "NAMES", ("toy",))
+    return made
+
+
+def test_rows_that_are_there_are_not_measured_again(toy: Toy, tmp_path: Path) -> None:
+    for _ in range(2):
+        assert main(["toy", "--output", str(tmp_path)]) == 0
+    assert [setting.seed for setting in toy.measured] == [0, 1, 2]
+    assert main(["--size", "full", "--output", str(tmp_path)]) == 0
+    assert len(toy.measured) == 3 + 4, "another size is measured for itself"
+    content = json.loads((tmp_path / "toy.json").read_text())
+    assert [(row["size"], row["seed"], row["loss"]) for row in content["rows"]][:3] == [
+        ("small", 0, 0.0), ("small", 1, 1.0), ("small", 2, 2.0),
+    ]  # fmt: skip
+    assert content["environments"][0]["command"] == "python -m benchmarks.evidence --size small"
+
+
+def test_a_failure_has_no_row_and_is_tried_again(toy: Toy, tmp_path: Path) -> None:
+    toy.fails = {1}
+    assert main(["toy", "--output", str(tmp_path)]) == 1
+    assert [setting.seed for setting in toy.measured] == [0, 2]
+    toy.fails = set()
+    assert main(["toy", "--output", str(tmp_path)]) == 0
+    assert [setting.seed for setting in toy.measured] == [0, 2, 1]
+
+
+def test_nothing_begins_that_would_end_after_the_deadline(toy: Toy, tmp_path: Path) -> None:
+    rows = Rows(tmp_path / "toy.json")
+    assert sweep("toy", "small", rows, ENVIRONMENT, deadline=0.0) == toy.settings("small")
+    assert toy.measured == []
+
+
+def test_a_result_may_not_hide_a_field(toy: Toy, tmp_path: Path) -> None:
+    toy.measure = lambda setting: {"rate": 1.0}  # type: ignore[method-assign]
+    experiment = Experiment("A toy", toy.settings, toy.measure, toy.tables, toy.draw)
+    sys.modules["benchmarks.evidence.toy"].EXPERIMENT = experiment  # type: ignore[attr-defined]
+    with pytest.raises(ValueError, match="rate is a field of the setting as well as a result"):
+        sweep("toy", "small", Rows(tmp_path / "toy.json"), ENVIRONMENT)
+
+
+def test_the_report_has_table_figure_and_origin(toy: Toy, tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(MARKED)
+    assert report("toy", tmp_path, page) is None
+    sweep("toy", "small", Rows(tmp_path / "toy.json"), ENVIRONMENT)
+    toy.fails = {0}
+    for _ in range(2):
+        assert report("toy", tmp_path, page) == f"toy: 3 of 3 rows of size small in {page}"
+        text, drawn = page.read_text(), (tmp_path / "figures" / "toy.svg").read_text()
+    assert text.startswith("before\n")
+    assert text.endswith("after\n")
+    assert "| 0.1 | 1.000 (0.000–2.000) |" in text
+    assert "![A toy](figures/toy.svg)" in text
+    assert "`python -m benchmarks.evidence toy --size small`: 3 of 3 settings" in text
+    assert "2026-01-01, CPU; torch 2.\n" in text, "what is not there is not named"
+    report("toy", tmp_path, page)
+    assert (tmp_path / "figures" / "toy.svg").read_text() == drawn, "the same rows give the same file"
+    sweep("toy", "full", Rows(tmp_path / "toy.json"), ENVIRONMENT | {"card": "GPU"})
+    assert report("toy", tmp_path, page) == f"toy: 3 of 4 rows of size full in {page}"
+    assert "GPU" in page.read_text()
+
+
+def test_the_spread_of_one_value_is_that_value() -> None:
+    assert spread([2.0]) == "2.000"
+    assert spread([3.0, 1.0, 2.0], digits=1) == "2.0 (1.0–3.0)"
+
+
+def test_an_unknown_name_is_named(toy: Toy, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["linaer"])
+    assert "linaer: no such experiment" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", evidence.NAMES)
+def test_every_experiment_has_settings_of_both_sizes_and_a_place_on_the_page(name: str) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "RESULTS.md").read_text()
+    assert f"<!-- evidence {name}: begin -->" in page
+    for size in ("small", "full"):
+        settings = load(name).settings(size)
+        assert len(settings) == len(set(settings)) > 0
