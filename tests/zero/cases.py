@@ -138,3 +138,12 @@ OPTIONS: tuple[dict[str, Any], ...] = (
 def all_cases() -> list[tuple[int, str, Case]]:
     """Everything that there are devices for; ids are unique within a world."""
     return [(world, name, case) for world, name, case in (*matrix(), *variants()) if world <= AT_MOST]
+
+
+def is_slow(case: Case, world: int) -> bool:
+    """Left to `make test-full`: VRLAMB stays whole, other optimizers keep a third, each engine in other splits."""
+    if case.optimizer == "VRLAMB" or case.accumulation not in ACCUMULATIONS:
+        return False
+    engine = ENGINES.index((case.stage, case.dtype, case.accum_dtype))
+    split = (world - 1) * len(ACCUMULATIONS) + ACCUMULATIONS.index(case.accumulation)
+    return (list(OPTIMIZERS).index(case.optimizer) + engine + split) % 3 > 0
