@@ -12,7 +12,7 @@ from torch import Tensor
 from benchmarks.bert import Network
 from benchmarks.ranks import Rank
 from ds_vrgd.moments import Layer, Route, Segment, ShardedMoments, ShardLayout
-from ds_vrgd.zero.observer import LARGEST_BUCKET
+from ds_vrgd.zero.exchanges import LARGEST_BUCKET
 
 #: Who owns which elements: stages 1 and 2, the same with ``round_robin_gradients``, stage 3.
 FLAT, DEALT, SLICED = "flat", "round robin", "sliced"

@@ -15,30 +15,20 @@ from ds_vrgd.moments import (
     CopiedMoments,
     Layer,
     Moments,
-    NodeGroups,
     Ranks,
-    ReplicatedMoments,
-    Route,
-    SeparateMoments,
     SequenceGroups,
-    ShardedMoments,
     ShardLayout,
     WithCopies,
 )
 from ds_vrgd.optim import VROptimizer
 from ds_vrgd.optim.nonfinite import BadGradient, any_rank_has_bad, gather_bad
 from ds_vrgd.optim.plain import norm_of_gradients
-from ds_vrgd.zero.fused import fuse
+from ds_vrgd.zero.exchanges import Cut, Whole, build_exchanges
 from ds_vrgd.zero.groups import everyone, model_parallel_group
-from ds_vrgd.zero.pipeline import cut_with_copies, tied_weights, whole_with_copies
 from ds_vrgd.zero.scale import GradientScale
 from ds_vrgd.zero.wrappers import Holdings
 
 Engine = Any
-AnyMoments = ReplicatedMoments | ShardedMoments | WithCopies | SeparateMoments
-
-# Elements of an exchanged bucket: 64 MB in bf16, enough to fill a link, little beside DeepSpeed's own 1 GB.
-LARGEST_BUCKET = 2**25
 
 
 def observer_of(engine: Engine) -> EngineObserver:
@@ -88,7 +78,7 @@ class EngineObserver:
         self._open_pass: int | None = None
         self._names = engine.param_names
         self._wrapper = engine.optimizer
-        self._data_parallel = engine.seq_data_parallel_group
+        data_parallel = engine.seq_data_parallel_group
         # With a loss scale, infinities are its business: it skips the step, on all ranks, and is lowered.
         self._norms = None if is_loss_scaled(engine) else ChunkNorms()
         # In fp32 without ZeRO the optimizer has the model's parameters, and their gradients are all there is.
@@ -96,71 +86,18 @@ class EngineObserver:
         # Verdicts, such as to skip a step, are taken by all ranks together; chunks are the data-parallel ranks'.
         self._everyone = everyone(engine)
         # A pipeline's stages hold other layers, perhaps in other param groups: no call of step() concerns all of them.
-        alike = self._data_parallel if isinstance(engine, PipelineEngine) else self._everyone
+        alike = data_parallel if isinstance(engine, PipelineEngine) else self._everyone
         self._model_parallel = model_parallel_group(engine)
         cut = any(layer.groups for layout in holdings.layouts.values() for layer in layout.layers)
-        spread = cut or alike is not self._data_parallel
+        spread = cut or alike is not data_parallel
         self.ranks = Ranks(engine.device, alike if spread else None)
-        self._whole: ReplicatedMoments | WithCopies | None = None
-        self._cut: ShardedMoments | WithCopies | SeparateMoments | None = None
-        tied = {param: weights.group for weights in tied_weights(engine.module) for param in weights.params}
-        if holdings.routes:
-            # Backward goes through the model about in the reverse of its order, whatever the param groups are.
-            place = {param: index for index, param in enumerate(engine.param_names)}
-            routes = sorted(holdings.routes, key=lambda route: place[route.param], reverse=True)
-            bucket = min(int(engine.zero_reduce_bucket_size()), LARGEST_BUCKET)
-            nodes = NodeGroups.build(holdings.group, ranks_per_node)
-
-            def sharded(routes: Sequence[Route], norms: ChunkNorms | None) -> ShardedMoments:
-                return ShardedMoments(routes, holdings.group, bucket, nodes=nodes, norms=norms, sequences=sequences)
-
-            if fused:
-                self._cut = exchange = sharded(routes, self._norms)
-                fuse(engine.optimizer, exchange, holdings.layouts)
-            else:
-                rank = torch.distributed.get_rank(holdings.group)
-                beside = cut_with_copies(routes, rank, tied, sharded, self._norms) if tied else None
-                self._cut = beside or sharded(routes, self._norms)
-                self._hook([route.param for route in routes], self._cut)
-            if holdings.experts and isinstance(self._cut, ShardedMoments):
-                self._cut = self._with_experts(self._cut, holdings, bucket)
-        if holdings.copies:
-            params = list(holdings.copies.values())
-
-            def replicated(params: Sequence[Tensor], norms: ChunkNorms | None) -> ReplicatedMoments:
-                return ReplicatedMoments(params, self._data_parallel, norms=norms, sequences=sequences)
-
-            if tied:
-                self._whole = whole_with_copies(params, tied, replicated, self._norms)
-            else:
-                self._whole = replicated(params, self._norms)
-            self._hook(params, self._whole)
-
-    @staticmethod
-    def _hook(params: Sequence[Tensor], moments: ReplicatedMoments | ShardedMoments | WithCopies) -> None:
-        for param in params:
-            # A tensor hook sees the gradient of one micro-batch, before DeepSpeed's own hooks reduce it.
-            param.register_hook(lambda grad, param=param: moments.add(param, grad))
-
-    def _with_experts(self, shared: ShardedMoments, holdings: Holdings, bucket: int) -> SeparateMoments:
-        """Beside ``shared``, the exchanges of experts over the ranks that hold the same ones; their hooks, too.
-
-        DeepSpeed divides their sum by the number of all data-parallel ranks: an expert's gradient is a sum over its
-        expert-parallel ranks' micro-batches already.
-        """
-        place = {param: index for index, param in enumerate(self._names)}
-        parts: list[tuple[ShardedMoments, set[Tensor]]] = [(shared, set())]
-        for group, of_group in holdings.experts.items():
-            routes = sorted(of_group, key=lambda route: place[route.param], reverse=True)
-            alone = tuple((rank,) for rank in range(torch.distributed.get_world_size(group)))
-            mean = SequenceGroups(group, alone, holdings.layouts[routes[0].shard].share)
-            exchange = ShardedMoments(routes, group, bucket, norms=self._norms, sequences=mean, eager=False)
-            self._hook([route.param for route in routes], exchange)
-            parts.append((exchange, {route.shard for route in routes}))
-        return SeparateMoments(parts)
+        exchanges = build_exchanges(
+            engine, holdings, self._norms, fused=fused, ranks_per_node=ranks_per_node, sequences=sequences
+        )
+        self._cut, self._whole = exchanges.cut, exchanges.whole
 
     @property
-    def _moments(self) -> AnyMoments | None:
+    def _moments(self) -> Cut | Whole | None:
         return self._cut if self._cut is not None else self._whole
 
     @property
