@@ -5,11 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import yaml
 
 from ds_vrgd.bert.prepare import prepare
 from ds_vrgd.bert.prepared import PreparedData, open_prepared
 from ds_vrgd.bert.runfile import RunFile
 from tests.bert.cases import PART, corpus_text, run_settings
+from tests.bert.launching import ROOT, Whole, launch
 
 
 @pytest.fixture(scope="session")
@@ -35,3 +37,14 @@ def data_folder(run: RunFile, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def data(run: RunFile, data_folder: Path) -> PreparedData:
     return open_prepared(run, data_folder)
+
+
+@pytest.fixture(scope="session")
+def whole(corpus_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Whole:
+    folder = tmp_path_factory.mktemp("whole")
+    run_file = folder / "run.yaml"
+    run_file.write_text(yaml.safe_dump(run_settings(corpus_folder)), encoding="utf-8")
+    arguments = ["--config", str(ROOT / "configs" / "ds_vrgd.json"), "--run", str(run_file), "--output"]
+    launched = launch(2, *arguments, str(folder / "whole"))
+    assert launched.status == 0, launched.stderr
+    return Whole(folder / "whole", arguments, launched)

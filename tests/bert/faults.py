@@ -1,22 +1,26 @@
 """A run in which one rank meets a fault at a known place: patches of ``ds_vrgd.bert``, and the script with them.
 
-    python tests/bert/faults.py RANK FAULT N <arguments of scripts/pretrain_bert.py>
+    FAULT="RANK NAME N" python tests/bert/faults.py <arguments of scripts/pretrain_bert.py>
 
 ``kill`` is SIGKILL: nothing can be cleaned up, as in a crash of the machine.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import resource
 import signal
+import subprocess
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import psutil
 from deepspeed.runtime.checkpoint_engine import TorchCheckpointEngine
 
 from ds_vrgd.bert import checkpoint
@@ -69,8 +73,27 @@ def kill_in_checkpoint(number: int) -> AbstractContextManager[Any]:
 
 
 def sigterm_in_update(number: int) -> AbstractContextManager[Any]:
-    """SIGTERM, in the run's ``number``-th update."""
+    """SIGTERM to this rank alone, in the run's ``number``-th update."""
     return _before(Training, "update", number, lambda *arguments: os.kill(os.getpid(), signal.SIGTERM))
+
+
+def sigterm_to_all_in_update(number: int) -> AbstractContextManager[Any]:
+    """To the whole process group: the ``deepspeed`` command, its launcher, ranks, and the processes that load data."""
+    # By another process: what a rank sends to its own loaders ends them.
+    command = ["kill", "-TERM", "--", f"-{os.getpgrp()}"]
+    strike = partial(subprocess.run, command, check=True, start_new_session=True)
+    return _before(Training, "update", number, lambda *arguments: strike())
+
+
+def sigterm_to_launcher_in_update(number: int) -> AbstractContextManager[Any]:
+    """To the process that has started the ranks."""
+    return _before(Training, "update", number, lambda *arguments: os.kill(os.getppid(), signal.SIGTERM))
+
+
+def sigterm_to_command_in_update(number: int) -> AbstractContextManager[Any]:
+    """To the ``deepspeed`` command alone."""
+    command = psutil.Process().parent().parent().pid
+    return _before(Training, "update", number, lambda *arguments: os.kill(command, signal.SIGTERM))
 
 
 def full_disk_in_checkpoint(step: int) -> AbstractContextManager[Any]:
@@ -89,8 +112,6 @@ def full_disk_in_checkpoint(step: int) -> AbstractContextManager[Any]:
 
 
 if __name__ == "__main__":
-    rank, fault, number, *arguments = sys.argv[1:]
-    if os.environ["RANK"] != rank:
-        sys.exit(main(arguments))
-    with globals()[fault](int(number)):
-        sys.exit(main(arguments))
+    rank, fault, at = os.environ["FAULT"].split()
+    with globals()[fault](int(at)) if os.environ["RANK"] == rank else contextlib.nullcontext():
+        sys.exit(main())

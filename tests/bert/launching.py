@@ -32,6 +32,15 @@ class Launch:
         return self.statuses[0]
 
 
+@dataclass(frozen=True)
+class Whole:
+    """A run of two ranks from its first update to its last: checkpoints after 3, 4 and 6."""
+
+    output: Path
+    arguments: list[str]  # all but the output folder's name
+    launch: Launch
+
+
 def free_port() -> int:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -39,22 +48,23 @@ def free_port() -> int:
     return port
 
 
-def environment() -> dict[str, str]:
-    return {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+def environment(ranks: int, fault: str) -> dict[str, str]:
+    """Of a launch on this machine; ``fault`` is that of faults.py."""
+    ours = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "LOCAL_SIZE": str(ranks)}
+    return {**os.environ, **ours, "FAULT": fault}
 
 
-def launch(ranks: int, *arguments: str, script: tuple[Path | str, ...] = (SCRIPT,)) -> Launch:
-    """Run ``script`` with ``arguments`` to its end; a rank that outlives a dead one by a minute fails the test."""
+def launch(ranks: int, *arguments: str, fault: str = "") -> Launch:
+    """Run the script to its end; a rank that waits four minutes for a dead one fails the test."""
     common = {
-        **environment(),
-        "LOCAL_SIZE": str(ranks),
+        **environment(ranks, fault),
         "WORLD_SIZE": str(ranks),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(free_port()),
     }
     processes = [
         subprocess.Popen(
-            [sys.executable, *map(str, script), f"--local_rank={rank}", *arguments],
+            [sys.executable, str(FAULTS if fault else SCRIPT), f"--local_rank={rank}", *arguments],
             env={**common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -63,7 +73,7 @@ def launch(ranks: int, *arguments: str, script: tuple[Path | str, ...] = (SCRIPT
         for rank in range(ranks)
     ]
     try:
-        outputs = [process.communicate(timeout=120) for process in processes]
+        outputs = [process.communicate(timeout=240) for process in processes]
     finally:
         for process in processes:
             process.kill()

@@ -16,6 +16,7 @@ from deepspeed.runtime.checkpoint_engine import TorchCheckpointEngine
 
 from ds_vrgd.bert import checkpoint
 from ds_vrgd.bert.errors import InputError, TrainingFailed
+from ds_vrgd.bert.files import Fingerprint
 from ds_vrgd.bert.manifest import first_fault, write_manifest
 from ds_vrgd.bert.runfile import RunFile
 
@@ -261,6 +262,14 @@ def test_a_disk_that_is_full_at_the_first_checkpoint(saved: Saved, tmp_path: Pat
     engine.checkpoint_engine.save = full
     with pytest.raises(TrainingFailed, match=r"rank 0: .*model_states\.pt: Disk quota exceeded.* and start again"):
         checkpoint.save(engine, RANKS, tmp_path / "new", 3, description, 2)
+
+
+def test_a_file_that_rank_0_does_not_see(saved: Saved, monkeypatch: pytest.MonkeyPatch) -> None:
+    elsewhere = ({"shard.pt": Fingerprint(1, "0")}, None)
+    monkeypatch.setattr(Alone, "gather", lambda self, value: [value, elsewhere])
+    with pytest.raises(TrainingFailed, match=r"shard\.pt is not visible to rank 0; put the output on a shared"):
+        save(saved, 6)
+    assert names(saved) == ["step-000003", "step-000005"]
 
 
 def test_what_a_kill_has_left_is_cleared_away(saved: Saved) -> None:

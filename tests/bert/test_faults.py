@@ -66,6 +66,8 @@ def runs_on_a_rank(rank: int, settings: dict[str, Any], folder: Path) -> dict[st
     said["full"].append(" ".join(sorted(path.name for path in (full / "checkpoints").iterdir())))
     torch.distributed.barrier()
     said["full"].append(attempt(every_third, name, full, full))
+    with patch.object(Training, "evaluate", lambda *arguments: (float("nan"), 1.0)):
+        said["ruined"] = [attempt(every_third, name, folder / "ruined")]
     keeping = RunFile.model_validate({**settings, "keep_checkpoints": 9})
     said["plain"] = [attempt(keeping, name, folder / name / "whole") for name in PLAIN]
     for name in CONFIGS:
@@ -208,6 +210,12 @@ def test_full_disk_on_one_rank_stops_all_and_leaves_the_checkpoint_before(runs: 
     assert finished == runs.said[0]["fp32, stage 2"][0]
     final = "checkpoints/step-000006"
     assert different(output / final, runs.folder / "fp32, stage 2" / "whole" / final) == []
+
+
+def test_ruined_weights_never_become_a_checkpoint(runs: Runs) -> None:
+    for said in runs.said:
+        assert said["ruined"][0].startswith("TrainingFailed: update 3: the loss is nan")
+    assert not (runs.folder / "ruined" / "checkpoints").exists()
 
 
 def test_the_newest_two_checkpoints_stay(runs: Runs) -> None:

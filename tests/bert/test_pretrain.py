@@ -17,7 +17,7 @@ from ds_vrgd.bert.errors import TrainingFailed
 from ds_vrgd.bert.log import read_log
 from ds_vrgd.bert.pretrain import Training
 from tests.bert.cases import run_settings
-from tests.bert.launching import ROOT, Launch, launch
+from tests.bert.launching import ROOT, Launch, Whole, launch
 
 LAST_LINE = re.compile(r"^held-out mlm loss (\d+\.\d+) \(unigram entropy (\d+\.\d+)\)$")
 
@@ -32,17 +32,13 @@ class Runs:
 
 
 @pytest.fixture(scope="module")
-def runs(corpus_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Runs:
+def runs(whole: Whole, tmp_path_factory: pytest.TempPathFactory) -> Runs:
     folder = tmp_path_factory.mktemp("runs")
-    run_file = folder / "run.yaml"
-    run_file.write_text(yaml.safe_dump(run_settings(corpus_folder)), encoding="utf-8")
-    arguments = ["--config", str(ROOT / "configs" / "ds_vrgd.json"), "--run", str(run_file), "--output"]
-    whole = launch(2, *arguments, str(folder / "whole"))
-    assert whole.status == 0, whole.stderr
+    (folder / "whole").symlink_to(whole.output)
     middle = folder / "whole" / "checkpoints" / "step-000003"
-    resumed = launch(2, *arguments, str(folder / "resumed"), "--resume", str(middle))
-    alone = launch(1, *arguments, str(folder / "alone"))
-    return Runs(folder, whole, resumed, alone, arguments)
+    resumed = launch(2, *whole.arguments, str(folder / "resumed"), "--resume", str(middle))
+    alone = launch(1, *whole.arguments, str(folder / "alone"))
+    return Runs(folder, whole.launch, resumed, alone, whole.arguments)
 
 
 def updates(folder: Path) -> list[dict[str, Any]]:
