@@ -118,6 +118,18 @@ def find(path: Path) -> Resumption:
     return Resumption(folder, tag, state["step"], state["ranks"])
 
 
+def find_last(output: Path) -> Resumption | None:
+    """Locate the newest checkpoint in an output folder; None where there is none yet.
+
+    Raises:
+        InputError: its description is damaged.
+    """
+    complete = _steps(output / _CHECKPOINTS)
+    if newest(output) is None and complete:  # killed before it was called the latest
+        return find(output / _CHECKPOINTS / _tag(complete[-1]))
+    return find(output) if complete else None
+
+
 def newest(path: Path) -> Path | None:
     """The newest checkpoint of an output folder or a checkpoint folder, or ``path`` if it is one; None if neither."""
     for folder in (path / _CHECKPOINTS, path):

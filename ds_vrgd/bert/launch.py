@@ -28,7 +28,8 @@ def configure_cpu_ranks() -> None:
         return
     leave_out_shared_memory_op()
     if "OMP_NUM_THREADS" not in os.environ:
-        local_ranks = int(os.environ.get("LOCAL_SIZE", "1"))  # set by DeepSpeed's launcher
+        # Set by torchrun and ds_vrgd.zero.launchers, or by DeepSpeed's launcher.
+        local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or "1")
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local_ranks))
 
 

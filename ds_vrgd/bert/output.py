@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import deepspeed
 from transformers import BertTokenizerFast
@@ -14,13 +14,18 @@ from ds_vrgd.bert.errors import InputError
 from ds_vrgd.bert.files import write_text
 from ds_vrgd.bert.runfile import RunFile
 
+#: In place of a folder to resume from: the output itself, once it has something to go on from.
+AUTO: Literal["auto"] = "auto"
+
 _RESULT = "result.json"
 # Written before training, complete or replaced by the next run: no reason to refuse a folder.
 _DATA = {"data", "data.partial"}
 
 
-def check_output(run: RunFile, output: Path, resume: Path | None) -> str | None:
+def check_output(run: RunFile, output: Path, resume: Path | Literal["auto"] | None) -> str | None:
     """Check that a run may write into ``output``; changes nothing.
+
+    With :data:`AUTO` that is so where an earlier start of a run has begun, before its first checkpoint, too.
 
     Returns:
         None: go on. Otherwise the folder holds this very run, finished, and the text says so.
@@ -41,7 +46,10 @@ def check_output(run: RunFile, output: Path, resume: Path | None) -> str | None:
                 f"again, remove {output} or give another --output.\n{result['summary']}"
             )
         raise InputError(f"--output {output} holds another run, finished; remove it or give another --output")
-    if resume is not None and output.resolve() in (resume.resolve(), *resume.resolve().parents):
+    if resume == AUTO:
+        if {"checkpoints", "log.jsonl"} & set(found):
+            return None
+    elif resume is not None and output.resolve() in (resume.resolve(), *resume.resolve().parents):
         return None
     if (output / "checkpoints" / "latest").is_file():
         raise InputError(

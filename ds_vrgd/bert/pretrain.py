@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import deepspeed
 import deepspeed.comm as dist
@@ -23,7 +23,7 @@ from ds_vrgd.bert.examples import Batch, ExampleBuilder, SpecialIds
 from ds_vrgd.bert.launch import Ranks, fill_deepspeed_config
 from ds_vrgd.bert.log import RunLog, gsnr_record, plot
 from ds_vrgd.bert.model import PretrainingModel, bert_config, parameter_groups
-from ds_vrgd.bert.output import check_output, finish, save_model
+from ds_vrgd.bert.output import AUTO, check_output, finish, save_model
 from ds_vrgd.bert.preemption import StopRequest
 from ds_vrgd.bert.prepare import prepare
 from ds_vrgd.bert.prepared import PreparedData, open_prepared, verify_prepared
@@ -177,8 +177,13 @@ class Training:
         return loss, entropy
 
 
-def pretrain(run: RunFile, deepspeed_config: dict[str, Any], output: Path, resume: Path | None) -> str:
+def pretrain(
+    run: RunFile, deepspeed_config: dict[str, Any], output: Path, resume: Path | Literal["auto"] | None
+) -> str:
     """Run (or go on with) a pre-training run. Collective; torch.distributed is initialised.
+
+    ``resume`` is where a checkpoint is looked for. ``"auto"`` is the output, and no checkpoint there is no error: the
+    run begins, so that the same command serves the first start and every later one.
 
     Returns:
         The line that sums the run up.
@@ -193,7 +198,7 @@ def pretrain(run: RunFile, deepspeed_config: dict[str, Any], output: Path, resum
     if finished is not None:
         return finished
     ranks.on_rank_zero(lambda: checkpoint.tidy(output))
-    resumption = None if resume is None else ranks.on_rank_zero(lambda: checkpoint.find(resume))
+    resumption = None if resume is None else ranks.on_rank_zero(lambda: _find(output, resume))
     if resumption:
         checkpoint.verify(resumption, ranks)
     step = resumption.step if resumption else 0
@@ -232,6 +237,10 @@ def pretrain(run: RunFile, deepspeed_config: dict[str, Any], output: Path, resum
         plot(output)
         finish(run, output, line)
     return line
+
+
+def _find(output: Path, resume: Path | Literal["auto"]) -> checkpoint.Resumption | None:
+    return checkpoint.find_last(output) if resume == AUTO else checkpoint.find(resume)
 
 
 def _prepare(run: RunFile, folder: Path) -> None:

@@ -135,18 +135,25 @@ def _end(status: int) -> NoReturn:
     os._exit(status)
 
 
-def run_as_rank(function: Callable[..., T], *arguments: Any) -> T:
+def run_as_rank(function: Callable[..., T], *arguments: Any, join: Callable[[float], None] | None = None) -> T:
     """``function(*arguments)`` in this process, which a launcher has started as one of the ranks.
 
     An error ends the process at once, so that the launcher ends the others.
+
+    Args:
+        function, arguments: what to run.
+        join: makes the process one of the ranks, given the seconds for all; None for the collectives of a training.
     """
     try:
-        _join(TIMEOUT_S)
+        (join or _join)(TIMEOUT_S)
         result = function(*arguments)
         with suppress(RuntimeError):  # another rank may have left first
             torch.distributed.barrier()
             torch.distributed.destroy_process_group()  # an exit with live process groups can lose the exit status
         faulthandler.cancel_dump_traceback_later()
+    except RankFailed as error:
+        print(f"error: {error}", file=sys.stderr)
+        _end(1)
     except BaseException:
         traceback.print_exc()
         _end(1)

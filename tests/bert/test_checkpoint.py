@@ -85,6 +85,16 @@ def test_output_checkpoint_and_tag_folder_are_found(saved: Saved) -> None:
     checkpoint.load(engine, checkpoint.find(output))
 
 
+def test_the_last_one_if_there_is_one(saved: Saved, tmp_path: Path) -> None:
+    assert checkpoint.find_last(tmp_path / "absent") is None
+    output, *_ = saved
+    found = checkpoint.find_last(output)
+    assert found is not None
+    assert found.step == 5
+    (output / "checkpoints" / "latest").unlink()  # killed before it was written
+    assert checkpoint.find_last(output) == found
+
+
 def test_what_is_no_checkpoint(tmp_path: Path) -> None:
     for path in (tmp_path, tmp_path / "absent"):
         with pytest.raises(

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from ds_vrgd.bert.errors import InputError
-from ds_vrgd.bert.output import check_output, finish
+from ds_vrgd.bert.output import AUTO, check_output, finish
 from ds_vrgd.bert.runfile import RunFile
 
 
@@ -52,3 +52,14 @@ def test_anything_else_is_named(run: RunFile, tmp_path: Path) -> None:
         check_output(run, tmp_path, None)
     with pytest.raises(InputError, match=r"thesis\.tex is a file"):
         check_output(run, tmp_path / "thesis.tex", None)
+
+
+def test_auto_goes_on_with_what_a_run_has_begun_and_with_nothing_else(run: RunFile, tmp_path: Path) -> None:
+    assert check_output(run, tmp_path / "new", AUTO) is None
+    (tmp_path / "log.jsonl").touch()  # before its first checkpoint
+    assert check_output(run, tmp_path, AUTO) is None
+    (tmp_path / "log.jsonl").rename(tmp_path / "thesis.tex")
+    with pytest.raises(InputError, match=r"is not empty \(thesis\.tex\)"):
+        check_output(run, tmp_path, AUTO)
+    (tmp_path / "checkpoints").mkdir()
+    assert check_output(run, tmp_path, AUTO) is None
