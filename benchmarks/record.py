@@ -35,14 +35,14 @@ class Record:
         """Take one row and write the file."""
         self._run.setdefault(part, []).append(row)
         if self._path is not None:
-            write_json(self._path, self._run)
+            write_whole(self._path, json.dumps(self._run, indent=1) + "\n")
 
 
-def write_json(path: Path, content: Any) -> None:
+def write_whole(path: Path, text: str) -> None:
     """Whole or not at all: a kill leaves the file that was there."""
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_suffix(".tmp")
-    unfinished.write_text(json.dumps(content, indent=1) + "\n")
+    unfinished.write_text(text)
     unfinished.rename(path)
 
 

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.record import write_json
+from benchmarks.record import write_whole
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -70,7 +70,12 @@ class Rows:
         if environment not in environments:
             environments.append(environment)
         self._content["rows"].append({**row, "environment": environments.index(environment)})
-        write_json(self._path, self._content)
+        write_whole(self._path, self._text())
+
+    def _text(self) -> str:
+        """A line a row: json's own indentation writes every number of a list on one, in slow Python."""
+        parts = (f'"{part}": [\n' + ",\n".join(map(json.dumps, of)) + "\n]" for part, of in self._content.items())
+        return "{" + ",\n".join(parts) + "}\n"
 
     def find(self, size: str, setting: Any) -> Row | None:
         """The row of a setting, or None."""
