@@ -25,7 +25,7 @@ help:
 	@echo 'make demo    pre-train a small BERT in two phases with VRLAMB under ZeRO-2, two ranks, CPU -> $(DEMO_OUT)'
 	@echo 'make test    the tests, CPU, but for those marked slow (PYTEST_ARGS="-k lamb" for some)'
 	@echo 'make test-full  all tests, the slow ones too'
-	@echo 'make lint    ruff and mypy'
+	@echo 'make lint    ruff and mypy; shellcheck, hadolint and the compose schema on docker/ and scripts/'
 	@echo 'make format  let ruff rewrite what it can'
 	@echo 'make bench   measure collectives, kernels and training steps on all GPUs -> out/benchmarks'
 	@echo 'make results-small  test the claims of the paper, small sizes, CPU, minutes -> docs/RESULTS.md, docs/figures'
@@ -58,6 +58,9 @@ lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/shellcheck .ci/run docker/*.sh $(wildcard scripts/*.sh scripts/*.sbatch)
+	$(BIN)/hadolint docker/Dockerfile docker/Dockerfile.cpu
+	$(BIN)/check-jsonschema --builtin-schema vendor.compose-spec docker/compose.yaml
 
 format: $(STAMP)
 	$(BIN)/ruff check --fix .

@@ -13,6 +13,7 @@ import resource
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
@@ -91,9 +92,14 @@ def sigterm_to_launcher_in_update(number: int) -> AbstractContextManager[Any]:
 
 
 def sigterm_to_command_in_update(number: int) -> AbstractContextManager[Any]:
-    """To the ``deepspeed`` command alone."""
+    """To the command alone that has started the launcher; what it does about it has the time of this update."""
     command = psutil.Process().parent().parent().pid
-    return _before(Training, "update", number, lambda *arguments: os.kill(command, signal.SIGTERM))
+
+    def strike(*arguments: Any) -> None:
+        os.kill(command, signal.SIGTERM)
+        time.sleep(2.0)
+
+    return _before(Training, "update", number, strike)
 
 
 def full_disk_in_checkpoint(step: int) -> AbstractContextManager[Any]:

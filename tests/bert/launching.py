@@ -56,21 +56,23 @@ def environment(ranks: int, fault: str) -> dict[str, str]:
 
 def launch(ranks: int, *arguments: str, fault: str = "") -> Launch:
     """Run the script to its end; a rank that waits four minutes for a dead one fails the test."""
-    common = {
-        **environment(ranks, fault),
-        "WORLD_SIZE": str(ranks),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(free_port()),
-    }
+    common = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    own = [{**common, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
+    return launch_in(own, *arguments, fault=fault)
+
+
+def launch_in(variables: list[dict[str, str]], *arguments: str, fault: str = "") -> Launch:
+    """The same for ranks that are told who they are by ``variables``, one set each."""
+    common = environment(len(variables), fault)
     processes = [
         subprocess.Popen(
-            [sys.executable, str(FAULTS if fault else SCRIPT), f"--local_rank={rank}", *arguments],
-            env={**common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            [sys.executable, str(FAULTS if fault else SCRIPT), *arguments],
+            env={**common, **own},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
         )
-        for rank in range(ranks)
+        for own in variables
     ]
     try:
         outputs = [process.communicate(timeout=240) for process in processes]

@@ -1,0 +1,26 @@
+#!/usr/bin/env bash
+# Entry of the MPI operator's launcher: check the nodes, then start a rank on every slot of its hostfile.
+#
+#   mpi.sh PROGRAM.py ARGUMENTS ... --output=FOLDER
+#
+# Exit status: 0, the run is finished; 75, it is not, and the same command goes on; otherwise what failed.
+set -euo pipefail
+
+hostfile=${OMPI_MCA_orte_default_hostfile:-/etc/mpi/hostfile}
+output=
+for argument in "$@"; do
+  case $argument in --output=*) output=${argument#--output=} ;; esac
+done
+if [[ -z $output ]]; then
+  echo 'mpi.sh: --output=FOLDER is missing: it tells whether the run is finished' >&2
+  exit 2
+fi
+
+# mpirun tells no rank where rank 0 is. By its full name it finds its own files on the other nodes, and these have none of
+# this container's variables.
+read -r first _ < "$hostfile"
+run=("$(command -v mpirun)" --hostfile "$hostfile" --bind-to none --wdir "$PWD"
+  -x PATH -x LD_LIBRARY_PATH -x "MASTER_ADDR=$first" -x MASTER_PORT=29500)
+"${run[@]}" ds-vrgd doctor --cluster --output "$output" --free "${DS_VRGD_FREE_GB:-1}"
+"${run[@]}" python "$@"
+[[ -e $output/result.json ]] || exit 75

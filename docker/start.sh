@@ -1,0 +1,61 @@
+#!/usr/bin/env bash
+# Entry of the images.
+#
+#   start.sh PROGRAM.py ARGUMENTS ... --output FOLDER   check the nodes, then start this node's ranks with torchrun
+#   start.sh COMMAND ...                                run anything else as it is
+#
+# torchrun takes its options from PET_NNODES, PET_NPROC_PER_NODE, PET_NODE_RANK, PET_MASTER_ADDR and PET_MASTER_PORT, which
+# Kubeflow Trainer sets. DS_VRGD_FREE_GB is what must be free in FOLDER.
+#
+# Exit status: 0, the run is finished; 75 (EX_TEMPFAIL), SIGTERM has stopped it and all is saved: start the same command
+# again; otherwise what failed. A scheduler that sees 0 starts nothing again, and on the nodes that got no signal the
+# ranks stop as well, so it is the run's own mark (result.json) that decides, and not the signal.
+set -euo pipefail
+
+if [[ ${1:-} != *.py ]]; then
+  exec "$@"
+fi
+
+output=
+previous=
+for argument in "$@"; do
+  case $argument in
+    --output=*) output=${argument#--output=} ;;
+    *) if [[ $previous == --output ]]; then output=$argument; fi ;;
+  esac
+  previous=$argument
+done
+if [[ -z $output ]]; then
+  echo 'start.sh: --output FOLDER is missing: it tells whether the run is finished' >&2
+  exit 2
+fi
+
+# A port of its own: the other nodes may be through with one rendezvous before this one has closed it.
+torchrun --master-port "$((${PET_MASTER_PORT:-29500} + 1))" -m ds_vrgd.cli \
+  doctor --cluster --output "$output" --free "${DS_VRGD_FREE_GB:-1}"
+
+# SIGTERM goes to the ranks alone. torchrun kills them 30 seconds after it has had one itself; a checkpoint may take longer.
+# shellcheck disable=SC2317,SC2329  # the trap calls it
+pass_on() {
+  local status pid
+  for status in $(grep -l "^PPid:[[:space:]]*$launcher\$" /proc/[0-9]*/status 2>/dev/null || true); do
+    pid=${status#/proc/}
+    kill -TERM "${pid%/status}" 2>/dev/null || true
+  done
+}
+
+# After -- the program's options are its own: torchrun would take its --run for an abbreviated --run-path.
+torchrun -- "$@" &
+launcher=$!
+trap pass_on TERM
+status=0
+wait "$launcher" || status=$?
+while kill -0 "$launcher" 2>/dev/null; do # the signal ended the wait, not the ranks
+  status=0
+  wait "$launcher" || status=$?
+done
+
+if [[ $status == 0 && ! -e $output/result.json ]]; then
+  exit 75
+fi
+exit "$status"
