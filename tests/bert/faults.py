@@ -102,6 +102,16 @@ def sigterm_to_command_in_update(number: int) -> AbstractContextManager[Any]:
     return _before(Training, "update", number, strike)
 
 
+def sigterm_to_session_in_update(number: int) -> AbstractContextManager[Any]:
+    """To the process alone that leads the session; what it does about it has the time of this update."""
+
+    def strike(*arguments: Any) -> None:
+        os.kill(os.getsid(0), signal.SIGTERM)
+        time.sleep(2.0)
+
+    return _before(Training, "update", number, strike)
+
+
 def full_disk_in_checkpoint(step: int) -> AbstractContextManager[Any]:
     """The kernel lets no file of the checkpoint after update ``step`` grow beyond 4 kB (errno EFBIG, not ENOSPC)."""
     original = checkpoint.save_checkpoint
@@ -119,5 +129,6 @@ def full_disk_in_checkpoint(step: int) -> AbstractContextManager[Any]:
 
 if __name__ == "__main__":
     rank, fault, at = os.environ["FAULT"].split()
-    with globals()[fault](int(at)) if os.environ["RANK"] == rank else contextlib.nullcontext():
+    own = os.environ.get("RANK") or os.environ["SLURM_PROCID"]
+    with globals()[fault](int(at)) if own == rank else contextlib.nullcontext():
         sys.exit(main())
