@@ -10,14 +10,14 @@ from typing import Any
 
 import numpy as np
 
-from ds_vrgd.bert.errors import InputError
-from ds_vrgd.bert.files import fingerprint, write_binary, write_text
 from ds_vrgd.bert.prepared import FORMAT, UNIGRAM_COUNTS, locked, read_manifest
 from ds_vrgd.bert.sources import DataSettings
 from ds_vrgd.bert.store import Shard
 from ds_vrgd.bert.tokenising import SPLITS, PartResult, counts_name, cut, shard_name
 from ds_vrgd.bert.vocabulary import load_tokenizer
 from ds_vrgd.bert.workers import Workers
+from ds_vrgd.training.errors import InputError
+from ds_vrgd.training.files import fingerprint, write_binary, write_text
 
 
 def complete(

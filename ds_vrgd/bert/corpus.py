@@ -6,10 +6,10 @@ from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 
-from ds_vrgd.bert.errors import InputError
 from ds_vrgd.bert.packages import PackageFile, package_documents, package_file
 from ds_vrgd.bert.sources import Corpus, DatasetsCorpus, FolderCorpus, PackagesCorpus
 from ds_vrgd.bert.textfiles import Skipped, file_documents, text_files
+from ds_vrgd.training.errors import InputError
 
 # A longer one (a file without a blank line, a row of 50 MB) becomes several documents, so that memory stays bounded.
 LARGEST_DOCUMENT = 1 << 24  # characters

@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from ds_vrgd.bert.files import write_binary
+from ds_vrgd.training.files import write_binary
 
 _AT_ONCE = 1 << 20
 

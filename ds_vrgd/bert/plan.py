@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from ds_vrgd.bert.errors import InputError
 from ds_vrgd.bert.examples import MASKED_FRACTION
-from ds_vrgd.bert.launch import reduces_variance
 from ds_vrgd.bert.model import bert_config
 from ds_vrgd.bert.runfile import ModelSection, Phase, RunFile
+from ds_vrgd.training.errors import InputError
+from ds_vrgd.training.launch import reduces_variance
 
 BERT_PIECES = 30522
 GB = 1e9

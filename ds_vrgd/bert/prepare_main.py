@@ -12,11 +12,11 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from ds_vrgd.bert.errors import InputError, PreparationFailed
 from ds_vrgd.bert.packages import GROUPS, PACKAGES
 from ds_vrgd.bert.prepare import prepare
 from ds_vrgd.bert.runfile import describe_error, load_run_file
 from ds_vrgd.bert.sources import DEFAULT_DEDUPLICATE_FROM, DEFAULT_HELD_OUT_EVERY, DataSettings
+from ds_vrgd.training.errors import InputError, PreparationFailed
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

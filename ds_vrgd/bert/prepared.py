@@ -20,14 +20,14 @@ import numpy as np
 import numpy.typing as npt
 from transformers import BertTokenizerFast
 
-from ds_vrgd.bert.errors import InputError
-from ds_vrgd.bert.launch import Ranks
-from ds_vrgd.bert.manifest import first_fault
 from ds_vrgd.bert.runfile import RunFile
 from ds_vrgd.bert.sources import DataSettings
 from ds_vrgd.bert.store import Chunks, Shard, Split, open_chunks
 from ds_vrgd.bert.tokenising import SPLITS, chunks_name, shard_name
 from ds_vrgd.bert.vocabulary import load_tokenizer, vocabulary_sha256
+from ds_vrgd.training.errors import InputError
+from ds_vrgd.training.manifest import first_fault
+from ds_vrgd.training.ranks import Ranks
 
 #: Raised whenever the same settings give other bytes.
 FORMAT = 2

@@ -16,21 +16,24 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from ds_vrgd.bert import checkpoint
-from ds_vrgd.bert.errors import Interrupted, TrainingFailed
 from ds_vrgd.bert.evaluation import held_out_losses
 from ds_vrgd.bert.examples import Batch, ExampleBuilder, SpecialIds
-from ds_vrgd.bert.launch import Ranks, fill_deepspeed_config
-from ds_vrgd.bert.log import RunLog, gsnr_record, plot
+from ds_vrgd.bert.log import MONITORED, plot
 from ds_vrgd.bert.model import PretrainingModel, bert_config, parameter_groups
-from ds_vrgd.bert.output import AUTO, check_output, finish, save_model
-from ds_vrgd.bert.preemption import StopRequest
 from ds_vrgd.bert.prepare import prepare
 from ds_vrgd.bert.prepared import PreparedData, open_prepared, verify_prepared
-from ds_vrgd.bert.resharding import fitting
 from ds_vrgd.bert.runfile import RunFile
+from ds_vrgd.bert.saving import describe, save_model
 from ds_vrgd.bert.stream import MicroBatches, RankOrder, evaluation_batches, training_batches
 from ds_vrgd.schedules import phase_of_step
+from ds_vrgd.training import checkpoint
+from ds_vrgd.training.errors import Interrupted, TrainingFailed
+from ds_vrgd.training.launch import fill_deepspeed_config
+from ds_vrgd.training.log import RunLog, gsnr_record
+from ds_vrgd.training.output import AUTO, check_output, finish
+from ds_vrgd.training.preemption import StopRequest
+from ds_vrgd.training.ranks import Ranks
+from ds_vrgd.training.resharding import fitting
 from ds_vrgd.zero import set_batch_sizes
 
 _DROPOUT = 3  # first entry of a seed, beside those of ds_vrgd.bert.stream
@@ -173,7 +176,7 @@ class Training:
         )
         loss, entropy = held_out_losses(self.engine, batches, phase.sequence_length, self.data.unigram_counts)
         if self.log is not None:
-            self.log.evaluation(step, loss, entropy)
+            self.log.evaluation(step, {"held_out_masked_lm_loss": loss, "unigram_entropy": entropy})
         return loss, entropy
 
 
@@ -203,14 +206,14 @@ def pretrain(
         checkpoint.verify(resumption, ranks)
     step = resumption.step if resumption else 0
     phase_index, phase_step = phase_of_step(step, run.phase_steps)
-    first_phase = run.phases[min(phase_index, len(run.phases) - 1)]
-    config = ranks.on_rank_zero(lambda: fill_deepspeed_config(deepspeed_config, run, first_phase, ranks.size, output))
+    first = min(phase_index, len(run.phases) - 1)
+    config = ranks.on_rank_zero(lambda: fill_deepspeed_config(deepspeed_config, run.batches, first, ranks.size, output))
 
     data_folder = run.prepared_data or output / "data"
     ranks.on_rank_zero(lambda: _prepare(run, data_folder))
     verify_prepared(run, data_folder, ranks)
     data = open_prepared(run, data_folder)
-    description = checkpoint.describe(run, data.vocabulary_sha256, data.sha256, ranks.size, config)
+    description = describe(run, data.vocabulary_sha256, data.sha256, ranks.size, config)
     if resumption:
         ranks.on_rank_zero(lambda: checkpoint.check(resumption, description))
 
@@ -223,7 +226,7 @@ def pretrain(
         engine, *_ = deepspeed.initialize(model=model, model_parameters=parameter_groups(model), config=config)
         if source:
             checkpoint.load(engine, source)
-    log = RunLog(output, step, engine.monitor) if dist.get_rank() == 0 else None
+    log = RunLog(output, step, engine.monitor, MONITORED) if dist.get_rank() == 0 else None
     evaluation = None
     with StopRequest() as stop:
         training = Training(run, data, engine, ranks, stop, output, description, log)

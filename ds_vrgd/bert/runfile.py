@@ -5,10 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import yaml
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, model_validator
 
-from ds_vrgd.bert.errors import InputError
 from ds_vrgd.bert.sources import (
     DEFAULT_DEDUPLICATE_FROM,
     DEFAULT_HELD_OUT_EVERY,
@@ -16,10 +14,11 @@ from ds_vrgd.bert.sources import (
     DataSettings,
     DeduplicateFrom,
     HeldOutEvery,
-    Section,
     VocabularySection,
 )
 from ds_vrgd.schedules import warmup_polynomial_lr
+from ds_vrgd.training.launch import Batches
+from ds_vrgd.training.runfile import Section, describe, read_run_file
 
 
 class ModelSection(Section):
@@ -84,15 +83,7 @@ class Phase(Section):
         Raises:
             InputError: the global batch cannot be shared out evenly.
         """
-        chunk = self.micro_batch * ranks
-        if self.global_batch % chunk:
-            below = self.global_batch // chunk * chunk
-            nearest = f"{below} or {below + chunk}" if below else f"{chunk}"
-            raise InputError(
-                f"global_batch={self.global_batch} is not a multiple of micro_batch={self.micro_batch} x "
-                f"ranks={ranks} = {chunk}; use global_batch {nearest}, or another micro_batch or number of ranks"
-            )
-        return self.global_batch // chunk
+        return Batches(self.global_batch, self.micro_batch).accumulation_steps(ranks)
 
 
 class RunFile(Section):
@@ -165,6 +156,14 @@ class RunFile(Section):
         return sorted({phase.sequence_length for phase in self.phases})
 
     @property
+    def batches(self) -> list[Batches]:
+        """Batch sizes of each phase."""
+        return [
+            Batches(phase.global_batch, phase.micro_batch, f"phase {number}")
+            for number, phase in enumerate(self.phases, start=1)
+        ]
+
+    @property
     def phase_steps(self) -> list[int]:
         """Updates of each phase."""
         return [phase.steps for phase in self.phases]
@@ -176,35 +175,14 @@ def load_run_file(path: Path) -> RunFile:
     Raises:
         InputError: the file is missing, is not YAML, or holds a key or value that cannot be used.
     """
-    try:
-        content: Any = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise InputError(f"--run {path} cannot be read ({error.strerror}); give the path of a run file") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise InputError(f"--run {path} is not a YAML file: {error}") from error
-    if not isinstance(content, dict):
-        raise InputError(f"--run {path} holds no settings; see configs/demo.yaml for a complete run file")
-    try:
-        return RunFile.model_validate(content)
-    except ValidationError as error:
-        raise InputError(
-            f"--run {path}:\n" + "\n".join(describe_error(problem) for problem in error.errors())
-        ) from error
+    return read_run_file(path, RunFile, "configs/demo.yaml", describe_error)
 
 
 def describe_error(problem: Any) -> str:
     """One line for one pydantic error: key, value, and what to do."""
-    location = [str(part) for part in problem["loc"]]
+    location = list(problem["loc"])
     if location[:1] == ["corpus"]:
         del location[2:3]  # the kind of corpus, which pydantic inserts and the file does not hold
-        if location[1:] and location[1] == "0":
+        if location[1:] and location[1] == 0:
             del location[1]  # the first one of a list, or the only one
-    key = ".".join(location)
-    kind, message, value = problem["type"], problem["msg"].removeprefix("Value error, "), problem["input"]
-    if kind == "extra_forbidden":
-        return f"  {key}={value!r}: unknown key; remove it or correct its spelling"
-    if kind == "missing":
-        return f"  {key}: missing; add it"
-    if kind == "value_error":
-        return f"  {key}: {message}" if key else f"  {message}"
-    return f"  {key}={value!r}: {message[0].lower()}{message[1:]}; change the value"
+    return describe({**problem, "loc": location})

@@ -5,15 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from ds_vrgd.bert.packages import expand
-
-
-class Section(BaseModel):
-    """Part of a run file: unknown keys are refused, values do not change."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
+from ds_vrgd.training.runfile import Section
 
 
 class PackagesCorpus(Section):

@@ -16,8 +16,8 @@ from typing import Any
 import pyarrow as pa
 
 from ds_vrgd.bert.duplicates import paragraph_hash, write_hashes
-from ds_vrgd.bert.errors import InputError
-from ds_vrgd.bert.files import write_binary
+from ds_vrgd.training.errors import InputError
+from ds_vrgd.training.files import write_binary
 
 PART_CHARACTERS = 1 << 22
 

@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from ds_vrgd.bert.files import write_binary
+from ds_vrgd.training.files import write_binary
 
 Tokens = npt.NDArray[np.unsignedinteger]
 Offsets = npt.NDArray[np.int32]

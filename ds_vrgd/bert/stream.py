@@ -9,8 +9,8 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 from ds_vrgd.bert.examples import IGNORED_LABEL, Batch, ExampleBuilder, epoch_order
 from ds_vrgd.bert.packing import pack
-from ds_vrgd.bert.preemption import heed_only_the_rank
 from ds_vrgd.bert.runfile import Phase
+from ds_vrgd.training.preemption import heed_only_the_rank
 
 # First entries of a generator's seed keep its purposes apart.
 _ORDER, _EXAMPLE, _EVALUATION = 0, 1, 2

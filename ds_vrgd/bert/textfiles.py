@@ -14,7 +14,7 @@ from typing import Any, BinaryIO
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from ds_vrgd.bert.errors import InputError
+from ds_vrgd.training.errors import InputError
 
 _LONGEST_LINE = 1 << 28  # bytes
 _ROWS_AT_ONCE = 64  # of a Parquet file

@@ -12,10 +12,10 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from ds_vrgd.bert.duplicates import duplicates_of
-from ds_vrgd.bert.files import fingerprint, write_binary, write_text
 from ds_vrgd.bert.sentences import cut_sentence, split_sentences
 from ds_vrgd.bert.spool import read_summary, read_texts
 from ds_vrgd.bert.store import Shard, ShardBuilder, Tokens, chunk_spans, write_chunks
+from ds_vrgd.training.files import fingerprint, write_binary, write_text
 
 SPLITS = ("train", "held_out")
 

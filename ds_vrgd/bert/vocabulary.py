@@ -11,7 +11,7 @@ import numpy as np
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import BertTokenizerFast
 
-from ds_vrgd.bert.errors import InputError
+from ds_vrgd.training.errors import InputError
 
 _NORMALIZER = normalizers.BertNormalizer(lowercase=True)
 _PRE_TOKENIZER = pre_tokenizers.BertPreTokenizer()

@@ -13,7 +13,7 @@ from concurrent.futures.process import BrokenProcessPool
 from types import TracebackType
 from typing import TypeVar
 
-from ds_vrgd.bert.errors import PreparationFailed
+from ds_vrgd.training.errors import PreparationFailed
 
 Job = TypeVar("Job")
 Result = TypeVar("Result")

@@ -33,11 +33,11 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 def run(options: argparse.Namespace) -> int:
     """Print the plan; 1 if there is none."""
-    from ds_vrgd.bert.errors import InputError
-    from ds_vrgd.bert.launch import load_deepspeed_config
     from ds_vrgd.bert.plan import GB, plan
     from ds_vrgd.bert.runfile import load_run_file
     from ds_vrgd.optim.base import FEW_CHUNKS
+    from ds_vrgd.training.errors import InputError
+    from ds_vrgd.training.launch import load_deepspeed_config
 
     try:
         if options.gpus < 1 or min(options.sequences_per_second or [1]) <= 0 or (options.gpu_memory or 1) <= 0:

@@ -24,10 +24,10 @@ from unittest.mock import patch
 import psutil
 from deepspeed.runtime.checkpoint_engine import TorchCheckpointEngine
 
-from ds_vrgd.bert import checkpoint
 from ds_vrgd.bert.main import main
 from ds_vrgd.bert.pretrain import Training
 from ds_vrgd.bert.store import ShardBuilder
+from ds_vrgd.training import checkpoint
 
 
 def _before(owner: Any, name: str, number: int, strike: Callable[..., None]) -> AbstractContextManager[Any]:

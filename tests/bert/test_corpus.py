@@ -14,9 +14,9 @@ import pytest
 from pydantic import ValidationError
 
 from ds_vrgd.bert import corpus as corpus_module
-from ds_vrgd.bert.errors import InputError
 from ds_vrgd.bert.sources import DatasetsCorpus, FolderCorpus, PackagesCorpus
 from ds_vrgd.bert.textfiles import Skipped
+from ds_vrgd.training.errors import InputError
 
 
 def documents(corpus: FolderCorpus | DatasetsCorpus | PackagesCorpus, skipped: Skipped | None = None) -> Iterator[str]:

@@ -13,11 +13,11 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from ds_vrgd.bert import checkpoint
-from ds_vrgd.bert.errors import Interrupted, TrainingFailed
-from ds_vrgd.bert.log import read_log
 from ds_vrgd.bert.pretrain import Training, pretrain
 from ds_vrgd.bert.runfile import RunFile
+from ds_vrgd.training import checkpoint
+from ds_vrgd.training.errors import Interrupted, TrainingFailed
+from ds_vrgd.training.log import read_log
 from ds_vrgd.zero import to_universal
 from tests.bert import faults
 from tests.bert.cases import run_settings

@@ -17,7 +17,7 @@ import psutil
 import pytest
 import yaml
 
-from ds_vrgd.bert.log import read_log
+from ds_vrgd.training.log import read_log
 from tests.bert.cases import run_settings
 from tests.bert.launching import FAULTS, ROOT, Whole, different, environment, free_port, launch
 

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from ds_vrgd.bert.errors import InputError
 from ds_vrgd.bert.model import PretrainingModel, bert_config
 from ds_vrgd.bert.plan import GB, activation_bytes, parameters, plan, state_bytes
 from ds_vrgd.bert.pretrain import pretrain
 from ds_vrgd.bert.runfile import RunFile, load_run_file
 from ds_vrgd.cli.main import main
+from ds_vrgd.training.errors import InputError
 from tests.bert.cases import run_settings
 from tests.support.ranks import run_on_ranks
 

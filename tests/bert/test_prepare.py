@@ -16,13 +16,13 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 
-from ds_vrgd.bert import files
-from ds_vrgd.bert.errors import InputError, PreparationFailed
 from ds_vrgd.bert.packages import PackageFile
 from ds_vrgd.bert.prepare import prepare
 from ds_vrgd.bert.prepared import PreparedData, locked, open_prepared
 from ds_vrgd.bert.runfile import RunFile
 from ds_vrgd.bert.vocabulary import load_tokenizer, vocabulary_sha256
+from ds_vrgd.training import files
+from ds_vrgd.training.errors import InputError, PreparationFailed
 from tests.bert.cases import PART, corpus_text, run_settings
 
 

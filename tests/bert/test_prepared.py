@@ -9,10 +9,10 @@ from typing import Any, cast
 
 import pytest
 
-from ds_vrgd.bert.errors import InputError
-from ds_vrgd.bert.launch import Ranks
 from ds_vrgd.bert.prepared import open_prepared, verify_prepared
 from ds_vrgd.bert.runfile import RunFile
+from ds_vrgd.training.errors import InputError
+from ds_vrgd.training.ranks import Ranks
 
 
 class OneOf:

@@ -13,9 +13,9 @@ import torch
 import yaml
 from transformers import AutoTokenizer, BertForPreTraining
 
-from ds_vrgd.bert.errors import TrainingFailed
-from ds_vrgd.bert.log import read_log
 from ds_vrgd.bert.pretrain import Training
+from ds_vrgd.training.errors import TrainingFailed
+from ds_vrgd.training.log import read_log
 from tests.bert.cases import run_settings
 from tests.bert.launching import ROOT, Launch, Whole, launch
 
@@ -127,7 +127,7 @@ def test_errors_are_one_message_before_training(runs: Runs, tmp_path: Path) -> N
     assert refused.status == 2
     errors = [line for line in refused.stderr.splitlines() if line.startswith("error: ")]
     assert errors == [
-        f"error: --resume {tmp_path} is not a checkpoint of a pre-training run; give the --output of an earlier run, "
+        f"error: --resume {tmp_path} is not a checkpoint of a run; give the --output of an earlier run, "
         "its folder checkpoints, or one step-... folder in there"
     ]
     assert "Traceback" not in refused.stderr

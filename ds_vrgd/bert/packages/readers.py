@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
-from ds_vrgd.bert.packages.archives import read_archive
 from ds_vrgd.bert.packages.markup import (
     from_html,
     from_osis,
@@ -24,6 +23,7 @@ from ds_vrgd.bert.packages.markup import (
     from_wikitext,
     paragraphs,
 )
+from ds_vrgd.training.archives import read_archive
 
 # Entries of a dictionary are a sentence or two; a document of BERT's needs several that follow one another.
 _ENTRIES_OF_A_DOCUMENT = 40

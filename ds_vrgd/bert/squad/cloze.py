@@ -16,10 +16,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from ds_vrgd.bert.errors import InputError
-from ds_vrgd.bert.files import write_text
 from ds_vrgd.bert.packages import wiki_articles
 from ds_vrgd.bert.sentences import split_sentences
+from ds_vrgd.training.errors import InputError
+from ds_vrgd.training.files import write_text
 
 _PASSAGE_WORDS = range(30, 251)
 _SENTENCE_WORDS = range(6, 41)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from pydantic import BaseModel, Field, ValidationError
 
-from ds_vrgd.bert.errors import InputError
+from ds_vrgd.training.errors import InputError
 
 
 class Answer(BaseModel):

@@ -10,8 +10,6 @@ from typing import Any
 
 import torch
 
-from ds_vrgd.bert.errors import InputError
-from ds_vrgd.bert.files import write_text
 from ds_vrgd.bert.squad.data import Questions, read_squad
 from ds_vrgd.bert.squad.metric import Scores, score
 from ds_vrgd.bert.squad.predict import answers, as_json
@@ -19,6 +17,8 @@ from ds_vrgd.bert.squad.settings import Settings
 from ds_vrgd.bert.squad.training import train
 from ds_vrgd.bert.squad.weights import Weights, load_weights
 from ds_vrgd.bert.squad.windows import TokenisedQuestions, WindowSize, tokenise
+from ds_vrgd.training.errors import InputError
+from ds_vrgd.training.files import write_text
 
 
 def finetune(settings: Settings, report: Callable[[str], None]) -> str:

@@ -10,9 +10,9 @@ from pathlib import Path
 from tqdm import tqdm
 from transformers.utils import logging
 
-from ds_vrgd.bert.errors import InputError, TrainingFailed
 from ds_vrgd.bert.squad.finetune import finetune
 from ds_vrgd.bert.squad.settings import OPTIMIZERS, Settings, check_settings
+from ds_vrgd.training.errors import InputError, TrainingFailed
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -7,8 +7,8 @@ from pathlib import Path
 import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from ds_vrgd.bert.errors import InputError
 from ds_vrgd.optim import OPTIMIZERS as VR_OPTIMIZERS
+from ds_vrgd.training.errors import InputError
 
 ADAMW = "AdamW"
 OPTIMIZERS = (ADAMW, *VR_OPTIMIZERS)

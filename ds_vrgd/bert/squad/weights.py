@@ -18,12 +18,12 @@ from transformers import (
     BertTokenizerFast,
 )
 
-from ds_vrgd.bert.checkpoint import description_of, newest
-from ds_vrgd.bert.errors import InputError
-from ds_vrgd.bert.manifest import first_fault
 from ds_vrgd.bert.model import bert_config
 from ds_vrgd.bert.runfile import ModelSection
 from ds_vrgd.bert.vocabulary import load_tokenizer, vocabulary_sha256
+from ds_vrgd.training.checkpoint import description_of, newest
+from ds_vrgd.training.errors import InputError
+from ds_vrgd.training.manifest import first_fault
 
 _HEAD = "qa_outputs."
 _ATTENTION = "sdpa"

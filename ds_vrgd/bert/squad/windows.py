@@ -10,8 +10,8 @@ import numpy.typing as npt
 import torch
 from transformers import BertTokenizerFast
 
-from ds_vrgd.bert.errors import InputError
 from ds_vrgd.bert.squad.data import Questions
+from ds_vrgd.training.errors import InputError
 
 _TOKENISED_AT_ONCE = 1000
 _SPECIAL = 3  # [CLS] and two [SEP]

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from ds_vrgd.bert import packages
-from ds_vrgd.bert.errors import InputError
-from tests.bert.packages.archives import archive
+from ds_vrgd.training.errors import InputError
+from tests.support.archives import archive
 
 DOCUMENTS = {"wiki": ["A is.\nIt was.", "B."], "ham": ["one two three four five six"]}
 WIKI = {"A": {"title": "A", "extract": "A is.\nIt was."}, "B": {"title": "B", "extract": "B."}}

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from ds_vrgd.bert.packages import PACKAGES
-from tests.bert.packages.archives import archive
+from tests.support.archives import archive
 
 LONG = "A paragraph of eight words is kept whole."
 SHORT = "Too few words."

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from ds_vrgd.bert.errors import InputError
 from ds_vrgd.bert.squad.data import read_squad
+from ds_vrgd.training.errors import InputError
 from tests.bert.squad.cases import paragraph, squad, write
 
 

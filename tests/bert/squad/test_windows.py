@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from ds_vrgd.bert.errors import InputError
 from ds_vrgd.bert.squad.data import Questions, read_squad
 from ds_vrgd.bert.squad.windows import WindowSize, most_context, tokenise, window_spans
+from ds_vrgd.training.errors import InputError
 from tests.bert.squad.cases import paragraph, small_tokenizer, squad, write
 
 

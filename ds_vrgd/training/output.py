@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 import deepspeed
-from transformers import BertTokenizerFast
+import torch
+from pydantic import BaseModel
 
-from ds_vrgd.bert.errors import InputError
-from ds_vrgd.bert.files import write_text
-from ds_vrgd.bert.runfile import RunFile
+from ds_vrgd.training.errors import InputError
+from ds_vrgd.training.files import write_text
 
 #: In place of a folder to resume from: the output itself, once it has something to go on from.
 AUTO: Literal["auto"] = "auto"
@@ -22,10 +22,14 @@ _RESULT = "result.json"
 _DATA = {"data", "data.partial"}
 
 
-def check_output(run: RunFile, output: Path, resume: Path | Literal["auto"] | None) -> str | None:
+def check_output(run: BaseModel, output: Path, resume: Path | Literal["auto"] | None) -> str | None:
     """Check that a run may write into ``output``; changes nothing.
 
     With :data:`AUTO` that is so where an earlier start of a run has begun, before its first checkpoint, too.
+
+    Args:
+        run: the run file.
+        resume: as in ``--resume``.
 
     Returns:
         None: go on. Otherwise the folder holds this very run, finished, and the text says so.
@@ -64,9 +68,14 @@ def check_output(run: RunFile, output: Path, resume: Path | Literal["auto"] | No
     raise InputError(f"--output {output} is not empty ({', '.join(found)}); remove it or give another --output")
 
 
-def save_model(engine: Any, tokenizer: BertTokenizerFast, output: Path) -> None:
-    """Save network and tokenizer for ``from_pretrained`` into ``output/model``, in the training dtype. Collective."""
-    network = engine.module.network
+def whole_state(engine: Any, network: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """``network.state_dict()`` on rank 0's CPU, in the training dtype and whole at every ZeRO stage. Collective.
+
+    Elsewhere it is empty.
+
+    Args:
+        network: the engine's module or a part of it.
+    """
     state = {}
     for name, tensor in network.state_dict(keep_vars=True).items():
         # ZeRO-3 has a shard of each parameter; one at a time is made whole.
@@ -74,12 +83,10 @@ def save_model(engine: Any, tokenizer: BertTokenizerFast, output: Path) -> None:
         with deepspeed.zero.GatheredParameters(tensor) if sharded else contextlib.nullcontext():
             if engine.global_rank == 0:
                 state[name] = tensor.detach().cpu().clone()
-    if engine.global_rank == 0:
-        network.save_pretrained(str(output / "model"), state_dict=state)
-        tokenizer.save_pretrained(str(output / "model"))
+    return state
 
 
-def finish(run: RunFile, output: Path, summary: str) -> None:
+def finish(run: BaseModel, output: Path, summary: str) -> None:
     """Mark the run as finished."""
     result = {"summary": summary, "run": run.model_dump(mode="json")}
     write_text(output / _RESULT, json.dumps(result, indent=1) + "\n")

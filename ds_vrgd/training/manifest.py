@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from ds_vrgd.bert.files import Fingerprint, write_text
+from ds_vrgd.training.files import Fingerprint, write_text
 
 _MANIFEST = "manifest.json"
 

@@ -15,14 +15,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ds_vrgd.bert.errors import InputError, TrainingFailed
-from ds_vrgd.bert.files import Fingerprint, fingerprint, sync_folder, write_text
-from ds_vrgd.bert.launch import Ranks
-from ds_vrgd.bert.manifest import first_fault, has_manifest, remove_manifest, saved_bytes, write_manifest
-from ds_vrgd.bert.runfile import RunFile
+from ds_vrgd.training.errors import InputError, TrainingFailed
+from ds_vrgd.training.files import Fingerprint, fingerprint, sync_folder, write_text
+from ds_vrgd.training.manifest import first_fault, has_manifest, remove_manifest, saved_bytes, write_manifest
+from ds_vrgd.training.ranks import Ranks
 from ds_vrgd.zero import CheckpointError, save_checkpoint
 from ds_vrgd.zero.register import NAMES
 
+#: Named after the first such run: checkpoints out there have it.
 _DESCRIPTION = "pretraining.json"
 _CHECKPOINTS = "checkpoints"
 _LATEST = "latest"
@@ -44,22 +44,6 @@ class Resumption:
     def is_sharded(self) -> bool:
         """Whether the ranks saved a share each. Without ZeRO rank 0 saved everything."""
         return any((self.folder / self.tag).glob("*_optim_states.pt"))
-
-
-def describe(
-    run: RunFile, vocabulary_sha256: str, data_sha256: str, ranks: int, deepspeed_config: dict[str, Any]
-) -> dict[str, Any]:
-    """What a checkpoint and the run that resumes from it must agree on."""
-    return {
-        "model": run.model.model_dump(),
-        "vocabulary_sha256": vocabulary_sha256,
-        "data_sha256": data_sha256,
-        "seed": run.seed,
-        "phases": [phase.model_dump() for phase in run.phases],
-        "ranks": ranks,
-        "zero_stage": deepspeed_config.get("zero_optimization", {}).get("stage", 0),
-        "optimizer": deepspeed_config["optimizer"]["type"],
-    }
 
 
 def save(engine: Any, ranks: Ranks, output: Path, step: int, description: dict[str, Any], keep: int) -> None:
@@ -106,7 +90,7 @@ def find(path: Path) -> Resumption:
     if checkpoint is None:
         complete = _steps(path / _CHECKPOINTS)
         raise InputError(
-            f"--resume {path} is not a checkpoint of a pre-training run; give the --output of an earlier run, its "
+            f"--resume {path} is not a checkpoint of a run; give the --output of an earlier run, its "
             "folder checkpoints, or one step-... folder in there"
             + (f", such as {path / _CHECKPOINTS / _tag(complete[-1])}" if complete else "")
         )
@@ -158,13 +142,14 @@ def verify(resumption: Resumption, ranks: Ranks) -> None:
 
 
 def check(resumption: Resumption, description: dict[str, Any]) -> None:
-    """Check that the checkpoint continues this run.
+    """Check that the checkpoint continues this run, which ``description`` describes as the saved one was.
 
+    Its keys are what the two must agree on; ``phases``, ``ranks``, ``zero_stage`` and ``optimizer`` are among them.
     The phases that have begun must be as they were; later ones may change. The ranks may be fewer or more where the
-    state can be carried over, see ``ds_vrgd.bert.resharding``.
+    state can be carried over, see ``ds_vrgd.training.resharding``.
 
     Raises:
-        InputError: model, vocabulary, data, seed, begun phases, ZeRO stage or optimizer differ, or the ranks of a
+        InputError: anything differs (model, data, seed, begun phases, ZeRO stage, optimizer), or the ranks of a
             checkpoint that only as many can load.
     """
     saved = _read(resumption.folder / resumption.tag / _DESCRIPTION)

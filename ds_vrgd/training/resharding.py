@@ -15,9 +15,9 @@ from typing import Any
 
 from tqdm import tqdm
 
-from ds_vrgd.bert.checkpoint import CONVERTED, Resumption
-from ds_vrgd.bert.errors import InputError, TrainingFailed
-from ds_vrgd.bert.launch import Ranks
+from ds_vrgd.training.checkpoint import CONVERTED, Resumption
+from ds_vrgd.training.errors import InputError, TrainingFailed
+from ds_vrgd.training.ranks import Ranks
 from ds_vrgd.zero import CheckpointError, to_universal
 
 
