@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from ds_vrgd.bert.prepared import FORMAT, UNIGRAM_COUNTS, locked, read_manifest
+from ds_vrgd.bert.prepared import FORMAT, UNIGRAM_COUNTS, read_manifest
 from ds_vrgd.bert.sources import DataSettings
 from ds_vrgd.bert.store import Shard
 from ds_vrgd.bert.tokenising import SPLITS, PartResult, counts_name, cut, shard_name
@@ -18,6 +18,7 @@ from ds_vrgd.bert.vocabulary import load_tokenizer
 from ds_vrgd.bert.workers import Workers
 from ds_vrgd.training.errors import InputError
 from ds_vrgd.training.files import fingerprint, write_binary, write_text
+from ds_vrgd.training.locks import locked
 
 
 def complete(

@@ -24,7 +24,7 @@ from ds_vrgd.bert import spool
 from ds_vrgd.bert.completing import add_lengths, complete
 from ds_vrgd.bert.corpus import documents, source_files, source_packages
 from ds_vrgd.bert.duplicates import find, ranges
-from ds_vrgd.bert.prepared import FORMAT, check_settings, locked
+from ds_vrgd.bert.prepared import FORMAT, check_settings
 from ds_vrgd.bert.progress import Progress
 from ds_vrgd.bert.sources import DataSettings
 from ds_vrgd.bert.textfiles import Skipped
@@ -33,6 +33,7 @@ from ds_vrgd.bert.vocabulary import count_characters, load_tokenizer, train_toke
 from ds_vrgd.bert.workers import Workers
 from ds_vrgd.training.errors import InputError, PreparationFailed
 from ds_vrgd.training.files import sha256_of, write_text
+from ds_vrgd.training.locks import locked
 
 # The vocabulary is trained on at most so much text, parts that lie evenly in the corpus: memory must not grow with it.
 _VOCABULARY_CHARACTERS = 1 << 28

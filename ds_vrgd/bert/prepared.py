@@ -5,13 +5,8 @@
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import hashlib
 import json
-import os
-import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,8 +28,6 @@ from ds_vrgd.training.ranks import Ranks
 FORMAT = 2
 
 UNIGRAM_COUNTS = "unigram_counts.npy"
-
-_PATIENCE = 10.0  # seconds; the processes of a killed preparation end within one
 
 
 @dataclass(frozen=True)
@@ -164,28 +157,3 @@ def open_prepared(run: RunFile, folder: Path) -> PreparedData:
             for length in run.sequence_lengths
         },
     )
-
-
-@contextlib.contextmanager
-def locked(folder: Path) -> Iterator[None]:
-    """Keep other preparations out of ``folder``. The lock is the system's, so that a kill ends it.
-
-    Raises:
-        InputError: another preparation holds it.
-    """
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        end = time.monotonic() + _PATIENCE
-        while True:
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() > end:
-                    raise InputError(
-                        f"another process is preparing data in {folder}; wait until it has ended"
-                    ) from None
-                time.sleep(0.2)
-        yield
-    finally:
-        os.close(descriptor)

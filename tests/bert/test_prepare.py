@@ -18,11 +18,12 @@ import pytest
 
 from ds_vrgd.bert.packages import PackageFile
 from ds_vrgd.bert.prepare import prepare
-from ds_vrgd.bert.prepared import PreparedData, locked, open_prepared
+from ds_vrgd.bert.prepared import PreparedData, open_prepared
 from ds_vrgd.bert.runfile import RunFile
 from ds_vrgd.bert.vocabulary import load_tokenizer, vocabulary_sha256
 from ds_vrgd.training import files
 from ds_vrgd.training.errors import InputError, PreparationFailed
+from ds_vrgd.training.locks import locked
 from tests.bert.cases import PART, corpus_text, run_settings
 
 
@@ -342,7 +343,7 @@ def test_two_preparations_of_one_folder(run: RunFile, tmp_path: Path) -> None:
     (tmp_path / "data.partial").mkdir()
     with (
         locked(tmp_path / "data.partial"),
-        patch("ds_vrgd.bert.prepared._PATIENCE", 0.3),
+        patch("ds_vrgd.training.locks._PATIENCE", 0.3),
         pytest.raises(InputError, match=r"another process is preparing data in .*data\.partial; wait"),
     ):
         prepared(run, tmp_path / "data")
