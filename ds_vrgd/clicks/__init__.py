@@ -1,0 +1,1 @@
+"""DLRM on click logs in the Criteo format: reading, vocabulary, model, training."""

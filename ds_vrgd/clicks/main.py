@@ -1,0 +1,15 @@
+"""Command line of the DLRM run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ds_vrgd.clicks.runfile import load_run_file
+from ds_vrgd.clicks.train import train
+from ds_vrgd.training.command import run_rank
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Train as one rank of a launch; returns the exit status (2: input that cannot be used)."""
+    description = "Train DLRM on click logs; start with deepspeed, torchrun, srun or mpirun (docs/CLUSTERS.md)."
+    return run_rank(arguments, description, load_run_file, train)
