@@ -54,19 +54,19 @@ def environment(ranks: int, fault: str) -> dict[str, str]:
     return {**os.environ, **ours, "FAULT": fault}
 
 
-def launch(ranks: int, *arguments: str, fault: str = "") -> Launch:
-    """Run the script to its end; a rank that waits four minutes for a dead one fails the test."""
+def launch(ranks: int, *arguments: str, fault: str = "", script: Path = SCRIPT) -> Launch:
+    """Run ``script`` to its end; a rank that waits four minutes for a dead one fails the test."""
     common = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     own = [{**common, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
-    return launch_in(own, *arguments, fault=fault)
+    return launch_in(own, *arguments, fault=fault, script=script)
 
 
-def launch_in(variables: list[dict[str, str]], *arguments: str, fault: str = "") -> Launch:
+def launch_in(variables: list[dict[str, str]], *arguments: str, fault: str = "", script: Path = SCRIPT) -> Launch:
     """The same for ranks that are told who they are by ``variables``, one set each."""
     common = environment(len(variables), fault)
     processes = [
         subprocess.Popen(
-            [sys.executable, str(FAULTS if fault else SCRIPT), *arguments],
+            [sys.executable, str(FAULTS if fault else script), *arguments],
             env={**common, **own},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

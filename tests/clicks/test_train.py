@@ -124,7 +124,7 @@ def test_the_script_on_two_ranks_and_on_one(folder: Path) -> None:
     run_file, config = folder / "run.yaml", ROOT / "configs" / "dlrm" / "ds_vrsgd.json"
     run_file.write_text(yaml.safe_dump(run_settings(folder / "day_0", folder / "day_1")), encoding="utf-8")
     arguments = ["--deepspeed_config", str(config), "--run", str(run_file), "--output"]
-    script = (ROOT / "scripts" / "train_dlrm.py",)
+    script = ROOT / "scripts" / "train_dlrm.py"
     losses = []
     for ranks in (2, 1):
         output = folder / f"script-{ranks}"
