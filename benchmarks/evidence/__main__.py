@@ -27,6 +27,9 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--size", choices=SIZES, default=SMALL, help="small: minutes on two cores; full: on a GPU")
     parser.add_argument("--output", type=Path, default=Path("out/evidence"), help="folder (out/evidence)")
     parser.add_argument("--budget", type=float, metavar="SECONDS", help="begin no setting that would end later")
+    parser.add_argument(
+        "--workers", type=int, default=1, help="settings at a time, a process each (1: no other process)"
+    )
     parsed = parser.parse_args(arguments)
     parsed.report = parsed.names[:1] == ["report"]
     parsed.names = (parsed.names[1:] if parsed.report else parsed.names) or list(NAMES)
@@ -46,7 +49,9 @@ def main(arguments: list[str]) -> int:
     command = f"python -m benchmarks.evidence --size {chosen.size}"
     used = environment(command, 1, torch.device(device_type()))
     left = {
-        name: sweep(name, chosen.size, Rows(chosen.output / f"{name}.json"), used, deadline=deadline)
+        name: sweep(
+            name, chosen.size, Rows(chosen.output / f"{name}.json"), used, deadline=deadline, workers=chosen.workers
+        )
         for name in chosen.names
     }
     for name, settings in left.items():

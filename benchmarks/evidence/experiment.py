@@ -8,7 +8,9 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_COMPLETED, Executor, Future, ProcessPoolExecutor, wait
 from dataclasses import asdict, dataclass
+from multiprocessing import get_context
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -69,7 +71,7 @@ class Rows:
         environments = self._content["environments"]
         if environment not in environments:
             environments.append(environment)
-        self._content["rows"].append({**row, "environment": environments.index(environment)})
+        self._content["rows"].append(_as_json({**row, "environment": environments.index(environment)}))
         write_whole(self._path, self._text())
 
     def _text(self) -> str:
@@ -90,37 +92,73 @@ class Rows:
         return self._content["environments"][row["environment"]]
 
 
-def sweep(name: str, size: str, rows: Rows, environment: dict[str, Any], *, deadline: float | None = None) -> list[Any]:
+def sweep(
+    name: str,
+    size: str,
+    rows: Rows,
+    environment: dict[str, Any],
+    *,
+    deadline: float | None = None,
+    workers: int = 1,
+) -> list[Any]:
     """Measure every setting of an experiment that has no row yet.
 
     Args:
         deadline: of ``time.monotonic()``. A setting begins only if the longest one of this sweep would end before.
+        workers: processes that measure; with 1, this one.
 
     Returns:
         The settings that have no row still, because they failed or time was up.
     """
-    experiment = load(name)
-    missing = [setting for setting in experiment.settings(size) if rows.find(size, setting) is None]
-    left, longest = [], 0.0
-    for number, setting in enumerate(missing, start=1):
-        begin = time.monotonic()
-        if deadline is not None and begin + longest > deadline:
-            return left + missing[number - 1 :]
-        try:
-            results = experiment.measure(setting)
-        except Exception:
-            traceback.print_exc()
-            print(f"{name}: {setting} failed and has no row", file=sys.stderr, flush=True)
-            left.append(setting)
-            continue
-        seconds = time.monotonic() - begin
-        longest = max(longest, seconds)
-        fields = asdict(setting)
-        if clash := (fields.keys() | {"size", "seconds", "environment"}) & results.keys():
-            raise ValueError(f"{name}: {', '.join(sorted(clash))} is a field of the setting as well as a result")
-        rows.add({"size": size, **fields, **results, "seconds": round(seconds, 3)}, environment)
-        print(f"{name} {number}/{len(missing)}, {seconds:.1f} s: {setting}", flush=True)
-    return left
+    missing = [setting for setting in load(name).settings(size) if rows.find(size, setting) is None]
+    waiting, done, longest = list(missing), 0, 0.0
+    with _pool(workers) as pool:
+        running: dict[Future[tuple[Row | None, float]], Any] = {}
+        while waiting or running:
+            if deadline is not None and time.monotonic() + longest > deadline:
+                waiting.clear()
+            while waiting and len(running) < workers:
+                setting = waiting.pop(0)
+                running[pool.submit(_measure, name, setting)] = setting
+            for future in wait(running, return_when=FIRST_COMPLETED).done:
+                setting, (results, seconds) = running.pop(future), future.result()
+                done, longest = done + 1, max(longest, seconds)
+                print(f"{name} {done}/{len(missing)}, {seconds:.1f} s: {setting}", flush=True)
+                if results is not None:
+                    rows.add(_row(name, size, setting, results, seconds), environment)
+    return [setting for setting in missing if rows.find(size, setting) is None]
+
+
+def _measure(name: str, setting: Any) -> tuple[Row | None, float]:
+    """The results of a setting, or None, and the seconds that it took."""
+    begin = time.monotonic()
+    try:
+        results: Row | None = load(name).measure(setting)
+    except Exception:
+        results = None
+        print(f"{name}: {setting} failed and has no row\n{traceback.format_exc()}", file=sys.stderr, flush=True)
+    return results, time.monotonic() - begin
+
+
+def _row(name: str, size: str, setting: Any, results: Row, seconds: float) -> Row:
+    fields = asdict(setting)
+    if clash := (fields.keys() | {"size", "seconds", "environment"}) & results.keys():
+        raise ValueError(f"{name}: {', '.join(sorted(clash))} is a field of the setting as well as a result")
+    return {"size": size, **fields, **results, "seconds": round(seconds, 3)}
+
+
+class _Here(Executor):
+    """Measures in this process, at once."""
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        future.set_result(fn(*args, **kwargs))
+        return future
+
+
+def _pool(workers: int) -> Executor:
+    # Spawned: a process with a CUDA context cannot be forked.
+    return _Here() if workers == 1 else ProcessPoolExecutor(workers, mp_context=get_context("spawn"))
 
 
 def _as_json(fields: dict[str, Any]) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -83,6 +83,22 @@ def test_a_failure_has_no_row_and_is_tried_again(toy: Toy, tmp_path: Path) -> No
     toy.fails = set()
     assert main(["toy", "--output", str(tmp_path)]) == 0
     assert [setting.seed for setting in toy.measured] == [0, 2, 1]
+
+
+@pytest.mark.slow
+def test_several_workers_measure_the_same(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """In processes of their own, which load the experiment themselves."""
+    linear = load("linear")
+    few = [setting for setting in linear.settings("small") if setting.k == 8][:2]
+    monkeypatch.setattr(
+        sys.modules["benchmarks.evidence.linear"], "EXPERIMENT", replace(linear, settings=lambda _: few)
+    )
+    rows = Rows(tmp_path / "linear.json")
+    assert sweep("linear", "small", rows, ENVIRONMENT, workers=2) == []
+    for setting in few:
+        found = rows.find("small", setting)
+        assert found is not None
+        assert linear.measure(setting).items() <= found.items()
 
 
 def test_nothing_begins_that_would_end_after_the_deadline(toy: Toy, tmp_path: Path) -> None:

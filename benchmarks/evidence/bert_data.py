@@ -1,0 +1,165 @@
+"""Pre-training examples that lie on the device, so that a step waits for no loader: a micro-batch is a few slices."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from benchmarks.ranks import device_type
+from ds_vrgd.bert.evaluation import unigram_log_probabilities
+from ds_vrgd.bert.examples import Batch, ExampleBuilder, SpecialIds
+from ds_vrgd.bert.prepare import prepare
+from ds_vrgd.bert.prepared import PreparedData, open_prepared
+from ds_vrgd.bert.runfile import Phase, RunFile
+from ds_vrgd.bert.stream import MicroBatches, RankOrder, evaluation_batches, training_batches
+
+#: Where the data are prepared, unless they are there: what was prepared elsewhere can be brought along.
+FOLDER = Path("out/evidence/bert-data")
+LENGTHS = (64, 128)
+HELD_OUT_BATCH = 256
+TOKENS = ("input_ids", "token_type_ids", "position_ids")
+_SEED, _BLOCK = 1, 256
+
+
+@dataclass(frozen=True)
+class Bank:
+    """n packed examples end to end, of T tokens, m of them masked, as ``ds_vrgd.bert.packing.pack`` makes them.
+
+    Attributes:
+        tokens: the per-token tensors by name, each ``(T,)``.
+        masked, labels: ``(m,)``, places in those, ascending, and the ids to be found there.
+        next_sentence: ``(n,)``.
+        starts, masked_starts: ``(n + 1,)`` int64, of each example in the tokens and among the masked; on the host.
+    """
+
+    tokens: dict[str, Tensor]
+    masked: Tensor
+    labels: Tensor
+    next_sentence: Tensor
+    starts: Tensor
+    masked_starts: Tensor
+
+    @classmethod
+    def of(cls, blocks: list[Batch], device: torch.device) -> Bank:
+        """All examples of packed batches, in order."""
+        ends = torch.tensor([0] + [len(block["input_ids"]) for block in blocks]).cumsum(0)
+        joined = {name: torch.cat([block[name] for block in blocks]) for name in (*TOKENS, "labels")}
+        starts = torch.cat([block["starts"][:-1].long() + end for block, end in zip(blocks, ends[:-1], strict=True)])
+        starts = torch.cat([starts, ends[-1:]])
+        masked = torch.cat([block["masked_positions"] + end for block, end in zip(blocks, ends[:-1], strict=True)])
+        return cls(
+            {name: joined[name].to(device) for name in TOKENS},
+            masked.to(device),
+            joined["labels"].to(device),
+            torch.cat([block["next_sentence_label"] for block in blocks]).to(device),
+            starts,
+            torch.searchsorted(masked, starts),
+        )
+
+    def ordered(self, order: Tensor) -> Bank:
+        """Some of the examples, in the order of their numbers in ``order``, on the host."""
+        device = self.labels.device
+        starts, of_tokens = _gathered(self.starts, order)
+        masked_starts, of_masked = _gathered(self.masked_starts, order)
+        moved = torch.repeat_interleave((starts[:-1] - self.starts[order]).to(device), masked_starts.diff().to(device))
+        of_tokens, of_masked = of_tokens.to(device), of_masked.to(device)
+        return Bank(
+            {name: tensor[of_tokens] for name, tensor in self.tokens.items()},
+            self.masked[of_masked] + moved,
+            self.labels[of_masked],
+            self.next_sentence[order.to(device)],
+            starts,
+            masked_starts,
+        )
+
+    def micro_batch(self, first: int, count: int) -> Batch:
+        """What ``pack`` makes of ``count`` examples from ``first`` on; views, and no wait for the device."""
+        begin, end = int(self.starts[first]), int(self.starts[first + count])
+        masked = slice(int(self.masked_starts[first]), int(self.masked_starts[first + count]))
+        starts = (self.starts[first : first + count + 1] - begin).int()
+        return {
+            **{name: tensor[begin:end] for name, tensor in self.tokens.items()},
+            "starts": starts.to(self.labels.device, non_blocking=True),
+            "masked_positions": self.masked[masked] - begin,
+            "labels": self.labels[masked],
+            "next_sentence_label": self.next_sentence[first : first + count],
+        }
+
+
+def _gathered(starts: Tensor, order: Tensor) -> tuple[Tensor, Tensor]:
+    """New starts, and for every new place the old one, of segments that are put into another order."""
+    lengths = starts.diff()[order]
+    moved = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
+    return moved, torch.repeat_interleave(starts[:-1][order] - moved[:-1], lengths) + torch.arange(int(moved[-1]))
+
+
+@dataclass(frozen=True)
+class Material:
+    """What all runs of one length share.
+
+    Attributes:
+        held_out: packed batches on the device.
+        entropy: of the held-out masked tokens for who ignores context, nats.
+        pieces: of the vocabulary.
+    """
+
+    bank: Bank
+    held_out: list[Batch]
+    entropy: float
+    pieces: int
+
+
+@lru_cache(maxsize=1)
+def material(model: tuple[tuple[str, int], ...], sequence_length: int, examples: int, held_out: int) -> Material:
+    """Of speeches and Wikipedia (``sotu``, ``wiki``), prepared in ``FOLDER`` by the first call ever."""
+    run = RunFile.model_validate(
+        {
+            "model": dict(model),
+            "corpus": {"source": "packages", "names": ["sotu", "wiki"]},
+            "vocabulary": {"size": 8192},
+            "checkpoint_every": 1,
+            "phases": [_phase(length, _BLOCK).model_dump(exclude_none=True) for length in LENGTHS],
+        }
+    )
+    prepare(run.data_settings, run.sequence_lengths, FOLDER, report=lambda text: print(f"data: {text}", flush=True))
+    return material_of(open_prepared(run, FOLDER), sequence_length, examples, held_out)
+
+
+def material_of(data: PreparedData, sequence_length: int, examples: int, held_out: int) -> Material:
+    """The first ``examples`` of an endless walk over the data, and ``held_out`` sequences at most; on the device."""
+    device = torch.device(device_type())
+    ids = SpecialIds.of(data.tokenizer)
+    builders = {
+        split: ExampleBuilder(documents, data.chunks[split, sequence_length], sequence_length, ids)
+        for split, documents in (("train", data.train), ("held_out", data.held_out))
+    }
+    phase = _phase(sequence_length, examples)
+    workers = min(8, (os.cpu_count() or 1) // 2) if examples > 16 * _BLOCK else 0
+    blocks = training_batches(MicroBatches(builders["train"], _SEED, 0, phase), RankOrder(phase, 0, 0, 1), workers)
+    bank = Bank.of(list(blocks), device)
+    batches = list(evaluation_batches(builders["held_out"], held_out, HELD_OUT_BATCH, 0, 1))
+    unigram = unigram_log_probabilities(data.unigram_counts)
+    found = torch.cat([batch["labels"] for batch in batches])
+    return Material(
+        bank,
+        [_on(batch, device) for batch in batches],
+        -float(unigram[found.numpy()].mean()),
+        len(data.tokenizer),
+    )
+
+
+def _on(batch: Mapping[str, Tensor], device: torch.device) -> Batch:
+    return {name: tensor.to(device) for name, tensor in batch.items()}
+
+
+def _phase(sequence_length: int, examples: int) -> Phase:
+    block = min(_BLOCK, examples)
+    return Phase(
+        sequence_length=sequence_length, global_batch=examples, micro_batch=block, steps=1, lr=1.0, warmup_steps=0
+    )

@@ -1,0 +1,99 @@
+"""The bank of examples gives what the loader's packing gives; runs from it learn, and their rows are complete."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks.evidence import bert
+from benchmarks.evidence.bert_data import Bank, Material
+from benchmarks.evidence.bert_report import tables
+from ds_vrgd.bert.examples import IGNORED_LABEL, Batch
+from ds_vrgd.bert.packing import pack
+
+PIECES, LENGTH = 32, 16
+
+
+def padded(examples: int, seed: int, label: int | None = None) -> Batch:
+    """Random examples of 3 to 16 tokens, one or two of them masked."""
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(3, LENGTH + 1, (examples, 1), generator=generator)
+    ids = torch.randint(5, PIECES, (examples, LENGTH), generator=generator)
+    labels = torch.full_like(ids, IGNORED_LABEL)
+    for row, length in enumerate(lengths.flatten().tolist()):
+        places = torch.randperm(length, generator=generator)[: 1 + row % 2]
+        labels[row, places] = ids[row, places] if label is None else label
+    return {
+        "input_ids": ids,
+        "token_type_ids": (ids > PIECES // 2).long(),
+        "attention_mask": (torch.arange(LENGTH) < lengths).long(),
+        "labels": labels,
+        "next_sentence_label": torch.arange(examples) % 2,
+    }
+
+
+def test_a_micro_batch_is_what_packing_makes_of_its_examples() -> None:
+    first, second = padded(5, seed=0), padded(4, seed=1)
+    order = torch.tensor([7, 0, 3, 8, 2, 5])
+    bank = Bank.of([pack(first), pack(second)], torch.device("cpu")).ordered(order)
+    rows = {name: torch.cat([first[name], second[name]]) for name in first}
+    for begin, count in ((0, 6), (0, 2), (1, 3), (5, 1)):
+        chosen = order[begin : begin + count]
+        expected = pack({name: tensor[chosen] for name, tensor in rows.items()})
+        found = bank.micro_batch(begin, count)
+        assert found.keys() == expected.keys()
+        for name, tensor in expected.items():
+            torch.testing.assert_close(found[name], tensor, rtol=0, atol=0)
+
+
+@pytest.fixture(scope="module")
+def data() -> Material:
+    """Every masked token is 7: who learns that has a loss of 0, who ignores it one of log 32."""
+    bank = Bank.of([pack(padded(64, seed, label=7)) for seed in range(8)], torch.device("cpu"))
+    return Material(bank, [pack(padded(16, 99, label=7))], entropy=3.4657, pieces=PIECES)
+
+
+@pytest.mark.parametrize(("optimizer", "rate"), [("VRLAMB", 2e-2), ("LAMB", 2e-2), ("VRAdamW", 1e-2), ("AdamW", 1e-2)])
+def test_a_run_learns_and_its_row_is_complete(data: Material, optimizer: str, rate: float) -> None:
+    row = bert.train(bert.Setting("toy", LENGTH, 512, 32, 4, optimizer, rate, seed=0), data)
+    assert row["updates"] == 512 // 32
+    assert [one[0] for one in row["evaluations"]] == [2, 4, 6, 8, 10, 12, 14, 16]
+    assert row["final"] == row["evaluations"][-1][1] < 2.0
+    assert all((ratio is not None) == optimizer.startswith("VR") for *_, ratio in row["evaluations"])
+
+
+def test_the_same_seed_is_the_same_run(data: Material) -> None:
+    setting = bert.Setting("toy", LENGTH, 64, 32, 4, "VRLAMB", 2e-2, seed=0)
+    row = bert.train(setting, data)
+    assert bert.train(setting, data) == row
+    assert bert.train(dataclasses.replace(setting, seed=1), data)["final"] != row["final"]
+
+
+def test_the_table_takes_each_optimizers_best_rate_and_a_ruined_run_is_worse_than_any() -> None:
+    def row(optimizer: str, rate: float, seed: int, final: float) -> dict[str, Any]:
+        evaluations = [[8, 7.0], [16, final]]
+        return {"model": "mini", "examples": 32, "batch": 2, "micro_batch": 1, "optimizer": optimizer, "rate": rate,
+                "seed": seed, "final": final, "evaluations": evaluations, "entropy": 6.5, "updates": 16}  # fmt: skip
+
+    rows = [row("LAMB", 1.0, seed, loss) for seed, loss in enumerate((6.0, 6.2, 6.1))]
+    rows += [row("LAMB", 2.0, seed, loss) for seed, loss in enumerate((5.0, float("nan"), float("nan")))]
+    rows += [row("VRLAMB", 2.0, 0, 6.6)]
+    text = "\n".join(tables(rows))
+    assert "| 2 | LAMB | 2 | 16 | 1 | 6.100 (6.000–6.200) | 3 | 16 | 1: 6.100; 2: inf |" in text
+    assert "| 2 | VRLAMB | 2 | 16 | 2 | 6.600 | 1 | never | 2: 6.600 |" in text
+
+
+def test_the_full_sweep_begins_with_the_rates_in_question_and_never_has_fewer_than_16_chunks() -> None:
+    settings = bert.settings("full")
+    assert {(one.batch, one.optimizer) for one in settings[:6]} == {(2048, "VRLAMB"), (2048, "LAMB")}
+    assert {one.rate for one in settings[:6]} == {5e-3, 1e-2, 2e-2}
+    assert min(one.batch // one.micro_batch for one in settings) == 16
+    assert all(one.examples % one.batch == one.batch % one.micro_batch == 0 for one in settings)
+    tried = Counter((one.batch, one.optimizer) for one in settings if one.examples == settings[-1].examples)
+    for batch in (1024, 2048, 4096, 8192, 16384, 32768):
+        for base, twin in bert.TWINS.items():
+            assert tried[batch, base] == tried[batch, twin] >= 9, "equal budgets"
