@@ -4,6 +4,7 @@
 is enough.
 """
 
+from ds_vrgd.meter import NoiseScale, NoiseScaleEstimate, NoiseScaleMeter
 from ds_vrgd.optim import LAMB, LARS, VRLAMB, VRLARS, VRSGD, VRAdam, VRAdamW, VRMomentum
 from ds_vrgd.statistics import GSNRStatistics, LayerGSNR, gsnr_stats, noise_scale
 from ds_vrgd.zero import register as _register
@@ -20,6 +21,9 @@ __all__ = [
     "VRSGD",
     "GSNRStatistics",
     "LayerGSNR",
+    "NoiseScale",
+    "NoiseScaleEstimate",
+    "NoiseScaleMeter",
     "VRAdam",
     "VRAdamW",
     "VRMomentum",

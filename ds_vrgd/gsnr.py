@@ -87,20 +87,40 @@ def _mixed(x: _Integers) -> _Integers:
     return x ^ (x >> 16)
 
 
+def noise_and_signal(square_of_mean: Tensor, variance: Tensor, k: int, chunk_size: float) -> tuple[Tensor, Tensor]:
+    """Unbiased estimates of ``tr(Sigma)`` and ``|G|^2`` from the chunks of one step (McCandlish et al. 2018, A.1).
+
+    A sample's gradient has mean ``G`` and covariance ``Sigma``; ``g_d``, the mean over the ``b`` samples of chunk
+    ``d``, has covariance ``Sigma / b``; ``k`` independent chunks have the mean ``gbar``::
+
+        E sum_d |g_d - gbar|^2 = (k - 1) tr(Sigma) / b      (Bessel)
+        E |gbar|^2             = |G|^2 + tr(Sigma) / (k b)
+
+    So with ``s = sum_d |g_d - gbar|^2 / (k - 1)``, ``b s`` is unbiased for ``tr(Sigma)`` and ``|gbar|^2 - s / k`` for
+    ``|G|^2``, for any distribution of the gradients; the appendix's own pair, with one chunk as the small batch and all
+    of them as the big one, is the same numbers averaged over the chunks. The second may be negative.
+
+    Args:
+        square_of_mean: ``|gbar|^2``, summed over the elements wanted.
+        variance: the 1/k variance over the chunks, summed over the same elements.
+        k: number of chunks, at least 2.
+        chunk_size: samples in one chunk, ``b``.
+
+    Returns:
+        (``tr(Sigma)`` of one sample, ``|G|^2``), in the squared units of the gradients.
+    """
+    of_chunk_mean = variance * (k / (k - 1))
+    return chunk_size * of_chunk_mean, square_of_mean - of_chunk_mean / k
+
+
 def noise_scale(square_of_mean: Tensor, variance: Tensor, k: int, chunk_size: float) -> Tensor:
     """Simple gradient noise scale ``tr(Sigma) / |G|^2`` in samples (McCandlish et al. 2018, eq. 2.9).
 
-    Both terms are unbiased: the chunk means have covariance ``Sigma / chunk_size``, and the squared
-    norm of their mean exceeds ``|G|^2`` by ``tr(Sigma) / (k * chunk_size)``.
-
-    Args:
-        square_of_mean: squared norm of the mean gradient, summed over all elements wanted.
-        variance: the 1/k variance over the chunks, summed over the same elements.
-        k: number of chunks, at least 2.
-        chunk_size: samples in one chunk.
+    The ratio of the two unbiased estimates of :func:`noise_and_signal`, whose arguments it takes; as a ratio it is not
+    unbiased itself.
 
     Returns:
         The noise scale in samples; infinite or negative where the mean is lost in the noise.
     """
-    of_chunk_mean = variance * (k / (k - 1))
-    return chunk_size * of_chunk_mean / (square_of_mean - of_chunk_mean / k)
+    noise, signal = noise_and_signal(square_of_mean, variance, k, chunk_size)
+    return noise / signal

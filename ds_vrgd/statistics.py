@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ds_vrgd import gsnr
 from ds_vrgd.optim import LayerStatistics, VROptimizer, arguments
@@ -92,11 +93,31 @@ def gsnr_stats(engine_or_optimizer: Any) -> GSNRStatistics:
     return GSNRStatistics(measured[-1].k, layers)
 
 
-def noise_scale(engine_or_optimizer: Any, chunk_size: float | None = None) -> float:
-    """Simple gradient noise scale of the last step, in samples (McCandlish et al. 2018); the same on all ranks.
+class NoiseScaleUnknown(RuntimeError):
+    """Experts are spread over ranks, so that no rank knows the whole model's noise scale."""
 
-    Over all layers whose gamma is below 1. One step's estimate is itself noisy, and is infinite or negative where
-    the mean is lost in the noise: its median over some steps says more.
+
+@dataclass(frozen=True)
+class GradientNoise:
+    """Noise and signal of the last step's gradient, by layer: unbiased estimates (``gsnr.noise_and_signal``).
+
+    Attributes:
+        names: of the layers whose gamma is below 1, ``L`` of them.
+        trace: ``(L,)``, ``tr(Sigma)``, the summed variance of one sample's gradient; on the optimizer's device.
+        signal: ``(L,)``, ``|G|^2``, the squared norm of the expected gradient; may come out negative.
+    """
+
+    names: tuple[str, ...]
+    trace: Tensor
+    signal: Tensor
+
+
+def gradient_noise(engine_or_optimizer: Any, chunk_size: float | None = None) -> GradientNoise:
+    """What the noise scale of the last step is made of; the same on all ranks. Neither a collective nor a host sync.
+
+    Loss scale, clipping and accumulation do not enter, so steps may be averaged (``ds_vrgd.NoiseScaleMeter``), also
+    those of other batch sizes: both are of single samples. In plain PyTorch a loss scale is not known, and every
+    micro-batch's loss is taken to be divided by the number of micro-batches.
 
     Args:
         engine_or_optimizer: a DeepSpeed engine, or one of our optimizers, or what wraps it.
@@ -105,7 +126,8 @@ def noise_scale(engine_or_optimizer: Any, chunk_size: float | None = None) -> fl
     Raises:
         TypeError: there is no optimizer of ours inside.
         ValueError: the size of a chunk is not known, or not positive.
-        RuntimeError: nothing was measured yet, or ``gamma=1``; or experts are spread over ranks.
+        NoiseScaleUnknown: experts are spread over ranks.
+        RuntimeError: nothing was measured yet, or ``gamma=1``.
     """
     if chunk_size is None:
         micro_batch = getattr(engine_or_optimizer, "train_micro_batch_size_per_gpu", None)
@@ -117,10 +139,22 @@ def noise_scale(engine_or_optimizer: Any, chunk_size: float | None = None) -> fl
     arguments.above("chunk_size", chunk_size, 0.0)
     measured = _measured(engine_or_optimizer)
     if any(layer.share > 1 for part in measured for layout in part.table.layouts for layer in layout.layers):
-        raise RuntimeError(
+        raise NoiseScaleUnknown(
             "the noise scale of a model with an expert-parallel size above 1 is not known: each rank holds other "
             "experts, and no one the whole model. gsnr_stats() has the layers one by one"
         )
-    square = torch.stack([part.square.sum() for part in measured]).sum()
-    variance = torch.stack([part.variance.sum() for part in measured]).sum()
-    return float(gsnr.noise_scale(square, variance, measured[-1].k, chunk_size))
+    square, variance = (torch.cat(column) for column in zip(*((p.square, p.variance) for p in measured), strict=True))
+    trace, signal = gsnr.noise_and_signal(square, variance, measured[-1].k, chunk_size)
+    return GradientNoise(tuple(name for part in measured for name in part.table.names), trace, signal)
+
+
+def noise_scale(engine_or_optimizer: Any, chunk_size: float | None = None) -> float:
+    """Simple gradient noise scale of the last step, in samples (McCandlish et al. 2018); the same on all ranks.
+
+    Over all layers whose gamma is below 1. One step's estimate is itself noisy, and is infinite or negative where
+    the mean is lost in the noise: ``ds_vrgd.NoiseScaleMeter`` averages over steps and gives an interval.
+
+    Args and errors are those of :func:`gradient_noise`.
+    """
+    noise = gradient_noise(engine_or_optimizer, chunk_size)
+    return float(noise.trace.sum() / noise.signal.sum())

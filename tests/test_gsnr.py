@@ -1,5 +1,7 @@
 """GSNR on tensors, against the dense float64 oracle and arithmetic done by hand."""
 
+import itertools
+
 import pytest
 import torch
 from torch import Tensor
@@ -111,3 +113,16 @@ def test_noise_scale_by_hand() -> None:
     assert gsnr.noise_scale(torch.tensor(9.0), torch.tensor(3.0), 4, 2.0).item() == 1.0
     # a mean that is all noise: |G|^2 = 0
     assert gsnr.noise_scale(torch.tensor(1.0), torch.tensor(3.0), 4, 2.0).item() == float("inf")
+
+
+def test_noise_and_signal_are_unbiased() -> None:
+    # Three equally likely samples: the mean over all 3^4 draws of two chunks of two is the expectation, exactly.
+    samples = torch.tensor([[1.0, 0.0], [4.0, -2.0], [-2.0, 5.0]], dtype=torch.float64)
+    mean = samples.mean(0)
+    right = (samples - mean).square().mean(0).sum(), mean.square().sum()
+    found = []
+    for drawn in itertools.product(samples, repeat=4):
+        chunks = torch.stack(drawn).view(2, 2, 2).mean(1)
+        square, variance = chunks.mean(0).square().sum(), chunks.var(0, unbiased=False).sum()
+        found.append(torch.stack(gsnr.noise_and_signal(square, variance, 2, 2)))
+    torch.testing.assert_close(torch.stack(found).mean(0), torch.stack(right), rtol=1e-14, atol=0)

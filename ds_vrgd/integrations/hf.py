@@ -7,16 +7,23 @@ chunk is under the Trainer, and what its silent choices are.
 from __future__ import annotations
 
 import functools
+import math
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
 from transformers import TrainerCallback
 
+from ds_vrgd.meter import NoiseScaleMeter
 from ds_vrgd.optim import VROptimizer
-from ds_vrgd.statistics import find_optimizer, gsnr_stats, noise_scale
+from ds_vrgd.statistics import NoiseScaleUnknown, find_optimizer, gsnr_stats, noise_scale
 
 Trainer = Any
+
+# Where the Trainer's state, which every checkpoint holds, keeps the meter. (A class that exports its state would have
+# to be made without its Trainer.)
+_METER = "GSNRCallback.meter"
 
 
 class VRTrainerMixin:
@@ -77,20 +84,30 @@ class VRTrainerMixin:
 class GSNRCallback(TrainerCallback):  # type: ignore[misc]
     """Logs GSNR, k and the gradient noise scale wherever the Trainer logs its loss, whatever ``report_to`` names.
 
+    With experts spread over ranks (an expert-parallel size above 1) no rank knows the noise scale: it is left out, with
+    a warning, and the layers are those of the rank that logs.
+
     ::
 
         trainer.add_callback(GSNRCallback(trainer))
 
     ``gsnr_mean_ratio``, ``gsnr_clamped_low`` and ``gsnr_clamped_high`` are means over the layers
     (:class:`~ds_vrgd.LayerGSNR`), ``gsnr_k`` the chunks, ``noise_scale`` is in samples; all of the last step before the
-    line. A step that was skipped logs none, and neither does ``gamma=1``.
+    line. A step that was skipped logs none, and neither does ``gamma=1``. ``noise_scale_mean``, ``noise_scale_low`` and
+    ``noise_scale_high`` are those of :attr:`meter`, over all steps; what is infinite is left out. The Trainer's
+    checkpoints keep the meter.
 
     Args:
         trainer: whose ``log`` is called; a callback is not given it otherwise.
+
+    Attributes:
+        meter: the :class:`~ds_vrgd.NoiseScaleMeter`, which also has the layers' noise scales.
     """
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
+        self._knows_noise = True
+        self.meter = NoiseScaleMeter()
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """See to it that what was asked for is what trains.
@@ -112,6 +129,28 @@ class GSNRCallback(TrainerCallback):  # type: ignore[misc]
             group["weight_decay"] != given["weight_decay"] for group in optimizer.param_groups
         ):
             _refuse_two_decays(args.weight_decay, given, settled=False)
+        self.meter = NoiseScaleMeter(chunk_size=state.train_batch_size)
+        if _METER in state.stateful_callbacks:
+            self.meter.load_state_dict(state.stateful_callbacks[_METER])
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Count the step."""
+        if self._knows_noise:
+            try:
+                self.meter.update(self._trainer.optimizer)
+            except NoiseScaleUnknown as error:
+                self._knows_noise = False
+                if state.is_world_process_zero:
+                    warnings.warn(f"GSNRCallback logs no noise_scale: {error}.", stacklevel=2)
+        self._keep(state, control)
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """A checkpoint may be due here, too."""
+        self._keep(state, control)
+
+    def _keep(self, state: Any, control: Any) -> None:
+        if control.should_save:
+            state.stateful_callbacks[_METER] = self.meter.state_dict()
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
         """Add a record of our own to the one of the loss."""
@@ -120,16 +159,18 @@ class GSNRCallback(TrainerCallback):  # type: ignore[misc]
         optimizer = find_optimizer(self._trainer.optimizer)
         skipped = optimizer.overflow or self._trainer.accelerator.optimizer_step_was_skipped
         if optimizer.layer_statistics and not skipped:
-            self._trainer.log(gsnr_record(optimizer, state.train_batch_size))
+            noise = self._noise(optimizer, state.train_batch_size) if self._knows_noise else {}
+            self._trainer.log(gsnr_record(optimizer) | noise)
+
+    def _noise(self, optimizer: VROptimizer, chunk_size: int) -> dict[str, float]:
+        found = self.meter.estimate()
+        averaged = {"mean": found.value, "low": found.low, "high": found.high}
+        bounded = {f"noise_scale_{name}": value for name, value in averaged.items() if math.isfinite(value)}
+        return {"noise_scale": noise_scale(optimizer, chunk_size)} | bounded
 
 
-def gsnr_record(optimizer: VROptimizer, chunk_size: int) -> dict[str, float]:
-    """What :class:`GSNRCallback` logs.
-
-    Args:
-        optimizer: has stepped, with gamma below 1.
-        chunk_size: samples of one micro-batch on one rank.
-    """
+def gsnr_record(optimizer: VROptimizer) -> dict[str, float]:
+    """GSNR as :class:`GSNRCallback` logs it, of an optimizer that has stepped with gamma below 1."""
     stats = gsnr_stats(optimizer)
     means = stats.means()
     return {
@@ -137,7 +178,6 @@ def gsnr_record(optimizer: VROptimizer, chunk_size: int) -> dict[str, float]:
         "gsnr_mean_ratio": means.mean_ratio,
         "gsnr_clamped_low": means.clamped_low,
         "gsnr_clamped_high": means.clamped_high,
-        "noise_scale": noise_scale(optimizer, chunk_size),
     }
 
 

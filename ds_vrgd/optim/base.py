@@ -311,7 +311,8 @@ class VROptimizer(LayerSums, torch.optim.Optimizer):
         layer_mean = raw_sum / table.numels
         if self._statistics_window != self.observer.window:
             self._statistics, self._statistics_window = [], self.observer.window
-        self._statistics.append(LayerStatistics(table, self._k, layer_mean, square_sum, variance_sum))
+        unit = self.observer.unit(self._k) ** 2
+        self._statistics.append(LayerStatistics(table, self._k, layer_mean, square_sum * unit, variance_sum * unit))
         return layer_mean
 
     def _chunks(self, shards: Sequence[Shard]) -> int:

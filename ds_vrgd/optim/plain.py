@@ -216,6 +216,13 @@ class PlainObserver:
         assert tensor.grad is not None
         return tensor.grad, None
 
+    def unit(self, k: int) -> float:
+        """The micro-batches of one rank: the loss of each is taken to be divided by them.
+
+        A loss scale is the caller's business, and not known here.
+        """
+        return k / self._window().ranks
+
     def grad_norm(self, tensors: Sequence[Tensor]) -> Tensor:
         """2-norm over ``tensors``' gradients, which are the whole model here."""
         return norm_of_gradients(tensors, tensors[0].device)

@@ -70,6 +70,14 @@ class Observer(Protocol):
         """
         ...
 
+    def unit(self, k: int) -> float:
+        """What autograd's gradients of this window must be multiplied by to be those of the chunks' own losses.
+
+        Args:
+            k: the window's number of chunks.
+        """
+        ...
+
     def grad_norm(self, tensors: Sequence[Tensor]) -> Tensor:
         """2-norm of the gradient that ``step()`` was handed, over the whole model: a scalar in SUM_DTYPE.
 
@@ -115,8 +123,8 @@ class LayerStatistics:
         table: names and sizes of the layers.
         k: number of chunks.
         mean_ratio: mean of the raw ratio.
-        square: sum of the squared mean gradient, in the squared units of the gradients that autograd handed out (times
-            the loss scale, divided by the accumulation steps).
+        square: sum of the squared mean gradient, without loss scale, and not divided by the accumulation steps
+            (:meth:`Observer.unit`).
         variance: sum of the 1/k variance, in the same units.
         clamped_low, clamped_high: fraction of the elements whose ratio was raised to gamma, lowered to 1.
     """

@@ -224,6 +224,10 @@ class EngineObserver:
         factor = self._scale.of_total(moments.total.device) * (self._micro_batches / moments.parts)
         return moments.total, factor.to(moments.total.dtype)
 
+    def unit(self, k: int) -> float:
+        """DeepSpeed multiplies the loss by its scale, and divides it by the number of micro-batches."""
+        return self._micro_batches / (1.0 if self._scale is None else self._scale.of_loss)
+
     def grad_norm(self, tensors: Sequence[Tensor]) -> Tensor:
         """2-norm of the clipped mean gradient over the whole model."""
         if self._scale is None:

@@ -24,22 +24,25 @@ class GradientScale:
 
     Args:
         engine: the engine, whose optimizer wrapper clips and unscales.
+
+    Attributes:
+        of_loss: the loss scale of the last backward pass.
     """
 
     def __init__(self, engine: Engine) -> None:
         self._wrapper = engine.optimizer
-        self._loss_scale = 1.0
+        self.of_loss = 1.0
 
     def note_micro_batch(self) -> None:
         """Remember the loss scale of this backward pass; it does not change inside a window, but may at its end."""
-        self._loss_scale = float(getattr(self._wrapper, "loss_scale", 1.0))
+        self.of_loss = float(getattr(self._wrapper, "loss_scale", 1.0))
 
     def norm(self, device: torch.device) -> Tensor:
         """2-norm of the mean gradient over the whole model, without loss scale, before clipping: a scalar."""
         norm = torch.as_tensor(self._wrapper._global_grad_norm, device=device)
         if isinstance(self._wrapper, DeepSpeedZeroOptimizer_Stage3):
             # Stage 3 divides by the loss scale as it is after its update.
-            norm = norm * (float(self._wrapper.loss_scale) / self._loss_scale)
+            norm = norm * (float(self._wrapper.loss_scale) / self.of_loss)
         return norm
 
     def clipping(self, device: torch.device) -> Tensor:
@@ -55,4 +58,4 @@ class GradientScale:
         Autograd hands out gradients multiplied by ``loss_scale / accumulation``, and the step wants their sum without
         the loss scale, clipped. A scalar.
         """
-        return self.clipping(device) / self._loss_scale
+        return self.clipping(device) / self.of_loss

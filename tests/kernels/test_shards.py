@@ -81,6 +81,9 @@ class OneShard:
     def gradient(self, tensor: Tensor, moments: Moments | None) -> tuple[Tensor, Tensor | None]:
         return self._gradient, torch.tensor(SCALE, device=tensor.device)
 
+    def unit(self, k: int) -> float:
+        return 1.0
+
     def grad_norm(self, tensors: Sequence[Tensor]) -> Tensor:
         whole = torch.cat([self._gradient[run_of(name)] for name in STARTS])
         return whole.double().norm() * SCALE

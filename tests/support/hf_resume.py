@@ -55,7 +55,7 @@ def resume(case: Case, folder: Path) -> tuple[list[str], int]:
 
 def _losses(trainer: Any) -> list[dict[str, Any]]:
     """What the log says of each step: its loss, and its GSNR."""
-    keys = ("loss", "gsnr_mean_ratio", "noise_scale")
+    keys = ("loss", "gsnr_mean_ratio", "noise_scale", "noise_scale_mean", "noise_scale_low", "noise_scale_high")
     records = [{key: record[key] for key in keys if key in record} for record in trainer.state.log_history]
     lines = [record for record in records if record]
     return [one | other for one, other in zip(lines[::2], lines[1::2], strict=True)]

@@ -22,6 +22,7 @@ from ds_vrgd.doctor.chunks import chunk_gradients, norm_of
 from ds_vrgd.doctor.reference import DenseOptimizer
 from ds_vrgd.doctor.weights import HandedMean, master_weights, whole_weights
 from ds_vrgd.optim import OPTIMIZERS
+from ds_vrgd.statistics import GradientNoise, gradient_noise
 from tests.support.model import TinyLM, batches, make_model, param_groups
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -145,6 +146,7 @@ class Result:
         wrapper: class of the engine's optimizer.
         of_mean: |mean - mean_ref| / |mean_ref| of the mean that DeepSpeed hands over, at worst; None where it was not
             looked at, or was clipped.
+        of_noise: that of tr(Sigma) and |G|^2 at the first step (``noise_error``); None without GSNR.
     """
 
     of_weights: float
@@ -153,6 +155,7 @@ class Result:
     stats: ds_vrgd.GSNRStatistics | None
     wrapper: str
     of_mean: float | None
+    of_noise: float | None
 
 
 def build(case: Case, world: int, config: dict[str, Any] | None = None) -> Any:
@@ -207,6 +210,10 @@ def run_case(case: Case, rank: int, world: int) -> Result | None:
                 engine.step()
         if step == 0:
             stats = ds_vrgd.gsnr_stats(engine) if _gsnr(engine) else None
+            of_noise = None
+            if stats is not None and rank == 0:
+                size = engine.train_micro_batch_size_per_gpu()
+                of_noise = noise_error(gradient_noise(engine), chunks, divisor / scale, size)
         mean = None if given is None else given.collect()
         if rank == 0 and mean is None:
             reference.step(chunks, clip=case.clip)
@@ -228,7 +235,25 @@ def run_case(case: Case, rank: int, world: int) -> Result | None:
     error = relative_error(masters, reference)
     moved = norm_of([reference.params[name] - start[name] for name in start])
     moved /= norm_of(list(reference.params.values()))
-    return Result(error, error / moved, moved, stats, wrapper, max(of_mean, default=None))
+    return Result(error, error / moved, moved, stats, wrapper, max(of_mean, default=None), of_noise)
+
+
+def noise_error(noise: GradientNoise, chunks: list[dict[str, Tensor]], unit: float, size: int) -> float:
+    """The worst relative error of a layer's tr(Sigma), and of its |G|^2 relative to the squared norm of the mean.
+
+    Args:
+        noise: what was measured.
+        chunks: gradients of the same step, in float64.
+        unit: what brings them to the scale of the loss.
+        size: samples in a chunk.
+    """
+    worst = 0.0
+    for name, trace, signal in zip(noise.names, noise.trace.tolist(), noise.signal.tolist(), strict=True):
+        of_chunks = torch.stack([chunk[name] for chunk in chunks]).double() * unit
+        variance, square = float(of_chunks.var(0).sum()), float(of_chunks.mean(0).square().sum())
+        right = square - variance / len(chunks)
+        worst = max(worst, abs(trace - size * variance) / (size * variance), abs(signal - right) / square)
+    return worst
 
 
 def error_of_mean(mean: Mapping[str, Tensor], chunks: list[dict[str, Tensor]]) -> float:

@@ -20,8 +20,9 @@ from ds_vrgd.doctor.chunks import chunk_gradients, norm_of
 from ds_vrgd.doctor.reference import DenseOptimizer
 from ds_vrgd.doctor.weights import HandedMean, master_weights, whole_weights
 from ds_vrgd.optim import OPTIMIZERS
+from ds_vrgd.statistics import gradient_noise
 from tests.support.model import LENGTH, POSITIONS, VOCABULARY, WIDTH, batches, param_groups
-from tests.support.trajectory import DTYPES, Case, Result, error_of_mean, reference_groups, relative_error
+from tests.support.trajectory import DTYPES, Case, Result, error_of_mean, noise_error, reference_groups, relative_error
 
 WORLD, HIDDEN = 4, 12
 
@@ -190,7 +191,7 @@ def run_case(case: Case, mpu: Mpu) -> Result:
     reference = DenseOptimizer(case.optimizer, start, reference_groups(start, case), **case.hyper())
     reduces = OPTIMIZERS[case.optimizer].reduces_variance
     given = None if reduces or case.dtype == "fp32" else HandedMean(engine.basic_optimizer)
-    stats, of_mean = None, []
+    stats, of_noise, of_mean = None, None, []
     for step in range(case.steps):
         with whole_weights(engine) as weights:
             plain.load_state_dict(weights, strict=False)
@@ -200,6 +201,8 @@ def run_case(case: Case, mpu: Mpu) -> Result:
         chunks = [logical(chunk, mpu, shapes) for chunk in mine]
         if step == 0 and reduces:
             stats = ds_vrgd.gsnr_stats(engine)
+            size = engine.train_micro_batch_size_per_gpu()
+            of_noise = noise_error(gradient_noise(engine), chunks, case.accumulation / scale, size)
         if given is None:
             reference.step(chunks, clip=case.clip)
         else:
@@ -216,4 +219,4 @@ def run_case(case: Case, mpu: Mpu) -> Result:
     error = relative_error({name: weight.flatten() for name, weight in masters.items()}, reference)
     moved = norm_of([reference.params[name] - start[name] for name in start])
     moved /= norm_of(list(reference.params.values()))
-    return Result(error, error / moved, moved, stats, wrapper, max(of_mean, default=None))
+    return Result(error, error / moved, moved, stats, wrapper, max(of_mean, default=None), of_noise)

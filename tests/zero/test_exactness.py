@@ -20,6 +20,9 @@ OF_DISTANCE = 5e-3
 # DeepSpeed's own mean, in half precision: sums of at most six gradients, rounded as often.
 OF_MEAN = 2e-2
 
+# Sums of fp32 squares, of the noise and the signal in the gradients of the first step, given the same chunks.
+OF_NOISE = 1e-5
+
 FIGURE = re.compile(rf"\s*(\d\.\de-\d\d|-|{NOT_RUN}|)\s*$")
 
 needs_three_ranks = pytest.mark.skipif(3 not in WORLDS, reason="fewer than three GPUs")
@@ -49,6 +52,8 @@ def test_trajectory_follows_the_reference(outcomes: Outcomes, world: int, name: 
         assert outcome.of_weights <= OF_WEIGHTS
     assert outcome.of_mean is None or outcome.of_mean <= OF_MEAN
     if outcome.stats is not None:
+        assert outcome.of_noise is not None
+        assert outcome.of_noise <= OF_NOISE
         assert outcome.stats.k == k
         assert set(outcome.stats.layers) == {
             "tokens.weight", "positions.weight", "up.weight", "up.bias", "norm.weight", "norm.bias", "down.weight",

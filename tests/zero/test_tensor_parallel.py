@@ -24,7 +24,7 @@ from tests.support.trajectory import Case, Result
 from tests.zero import auto_tensor_parallel
 from tests.zero.cases import ENGINES, identify
 from tests.zero.tensor_parallel import WORLD, Mpu, ParallelLM, build, close, groups, run_case, train
-from tests.zero.test_exactness import OF_DISTANCE, OF_WEIGHTS, same_ratio
+from tests.zero.test_exactness import OF_DISTANCE, OF_NOISE, OF_WEIGHTS, same_ratio
 
 #: DeepSpeed's norm leaves out parts at stage 0 in bf16: refused.
 EXACT = [engine for engine in ENGINES if engine[:2] != (0, "bf16")]
@@ -229,6 +229,7 @@ def check(outcomes: list[Result], case: Case) -> None:
         else:
             assert outcome.of_weights <= OF_WEIGHTS
         assert outcome.stats == outcomes[0].stats
+        assert outcome.of_noise is None or outcome.of_noise <= OF_NOISE
         assert outcome.stats is None or outcome.stats.k == K
 
 
