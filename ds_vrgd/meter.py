@@ -96,22 +96,26 @@ class RatioOfMeans:
         )
         self.sums = torch.where(values.isnan().any(0), self.sums, updated)
 
-    def intervals(self, confidence: float) -> Tensor:
+    def intervals(self, confidence: float, longer: float = 1.0) -> Tensor:
         """``(3, C)``: ratio, low, high.
 
         Fieller's set of all ratios B at which ``mean(top) - B mean(bottom)`` is not told from 0: of the t statistic
         whose degrees of freedom are those of the weights, ``(sum w)^2 / sum w^2 - 1``. Its positive part has no upper
         end where ``mean(bottom)`` itself is not told from 0.
+
+        Args:
+            confidence: of the interval, in (0, 1).
+            longer: foretell what ``longer`` times the steps would give, with the same means and spread.
         """
         weight, squares, top, bottom, *spreads = self.sums
         steps = weight.square() / squares
         # Of the weighted means: sum w^2 / (sum w)^2 times the variance of one step, weighed without bias.
-        factor = 1.0 / (steps * (weight - squares / weight))
+        factor = 1.0 / (longer * steps * (weight - squares / weight))
         vtt, vtb, vbb = (spread * factor for spread in spreads)
-        t2 = _student(steps - 1.0, confidence).square()
+        t2 = _student(longer * steps - 1.0, confidence).square()
         a, b, c = bottom.square() - t2 * vbb, top * bottom - t2 * vtb, top.square() - t2 * vtt
         root = (b.square() - a * c).clamp(min=0.0).sqrt()
-        known = steps >= _FEWEST_STEPS
+        known = longer * steps >= _FEWEST_STEPS
         low = torch.where(known & (c > 0), c / (b + root), 0.0)
         high = torch.where(known & (a > 0) & (bottom > 0), (b + root) / a, math.inf)
         return torch.stack([torch.where(bottom > 0, top / bottom, math.inf), low, high])

@@ -18,7 +18,6 @@ from tqdm import tqdm
 
 from ds_vrgd.bert.evaluation import held_out_losses
 from ds_vrgd.bert.examples import Batch, ExampleBuilder, SpecialIds
-from ds_vrgd.bert.log import MONITORED, plot
 from ds_vrgd.bert.model import PretrainingModel, bert_config, parameter_groups
 from ds_vrgd.bert.prepare import prepare
 from ds_vrgd.bert.prepared import PreparedData, open_prepared, verify_prepared
@@ -31,12 +30,15 @@ from ds_vrgd.training.errors import Interrupted, TrainingFailed
 from ds_vrgd.training.launch import fill_deepspeed_config
 from ds_vrgd.training.log import RunLog, gsnr_record
 from ds_vrgd.training.output import AUTO, check_output, finish
+from ds_vrgd.training.plot import plot
 from ds_vrgd.training.preemption import StopRequest
 from ds_vrgd.training.ranks import Ranks
 from ds_vrgd.training.resharding import fitting
 from ds_vrgd.zero import set_batch_sizes
 
 _DROPOUT = 3  # first entry of a seed, beside those of ds_vrgd.bert.stream
+# What the monitors get of an update's record.
+_MONITORED = ("loss", "masked_lm_loss", "next_sentence_loss", "lr", "sequences_per_second")
 _MOST_SKIPPED_UPDATES = 50  # in a row; fp16 from a scale of 2**32 needs about 30
 
 
@@ -104,6 +106,7 @@ class Training:
                 }
                 gsnr = gsnr_record(self.engine)
                 self.log.update(record if gsnr is None else {**record, "gsnr": gsnr})
+                self.log.layers(total, sum(self.run.phase_steps), self.engine)
             bar.set_postfix(loss=f"{sum(losses):.3f}", lr=f"{lr:.2e}", seq_s=f"{speed:.0f}", refresh=False)
             bar.update()
             if stop or step + 1 == phase.steps or total % self.run.checkpoint_every == 0:
@@ -226,7 +229,7 @@ def pretrain(
         engine, *_ = deepspeed.initialize(model=model, model_parameters=parameter_groups(model), config=config)
         if source:
             checkpoint.load(engine, source)
-    log = RunLog(output, step, engine.monitor, MONITORED) if dist.get_rank() == 0 else None
+    log = RunLog(output, step, engine.monitor, _MONITORED) if dist.get_rank() == 0 else None
     evaluation = None
     with StopRequest() as stop:
         training = Training(run, data, engine, ranks, stop, output, description, log)

@@ -6,13 +6,15 @@ import argparse
 from collections.abc import Callable, Sequence
 
 import ds_vrgd
-from ds_vrgd.cli import doctor, plan, to_universal
+from ds_vrgd.cli import doctor, plan, plot, suggest, to_universal
 
 #: ``add_parser`` of every subcommand. It adds its parser, whose default ``run`` takes the options and returns the exit
 #: status. What is slow to import is imported by ``run``.
 COMMANDS: tuple[Callable[[argparse._SubParsersAction[argparse.ArgumentParser]], None], ...] = (
     doctor.add_parser,
     plan.add_parser,
+    plot.add_parser,
+    suggest.add_parser,
     to_universal.add_parser,
 )
 

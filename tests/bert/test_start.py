@@ -7,7 +7,7 @@ import subprocess
 
 import pytest
 
-from ds_vrgd.bert.log import read_log
+from ds_vrgd.training.log import read_log
 from tests.bert.launching import FAULTS, ROOT, Whole, different, environment, free_port, launch_in
 
 START = ROOT / "docker" / "start.sh"

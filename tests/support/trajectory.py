@@ -212,8 +212,7 @@ def run_case(case: Case, rank: int, world: int) -> Result | None:
             stats = ds_vrgd.gsnr_stats(engine) if _gsnr(engine) else None
             of_noise = None
             if stats is not None and rank == 0:
-                size = engine.train_micro_batch_size_per_gpu()
-                of_noise = noise_error(gradient_noise(engine), chunks, divisor / scale, size)
+                of_noise = noise_error(gradient_noise(engine), chunks, engine.train_micro_batch_size_per_gpu())
         mean = None if given is None else given.collect()
         if rank == 0 and mean is None:
             reference.step(chunks, clip=case.clip)
@@ -238,18 +237,17 @@ def run_case(case: Case, rank: int, world: int) -> Result | None:
     return Result(error, error / moved, moved, stats, wrapper, max(of_mean, default=None), of_noise)
 
 
-def noise_error(noise: GradientNoise, chunks: list[dict[str, Tensor]], unit: float, size: int) -> float:
+def noise_error(noise: GradientNoise, chunks: list[dict[str, Tensor]], size: int) -> float:
     """The worst relative error of a layer's tr(Sigma), and of its |G|^2 relative to the squared norm of the mean.
 
     Args:
         noise: what was measured.
-        chunks: gradients of the same step, in float64.
-        unit: what brings them to the scale of the loss.
+        chunks: gradients of the same step, in float64, without loss scale.
         size: samples in a chunk.
     """
     worst = 0.0
     for name, trace, signal in zip(noise.names, noise.trace.tolist(), noise.signal.tolist(), strict=True):
-        of_chunks = torch.stack([chunk[name] for chunk in chunks]).double() * unit
+        of_chunks = torch.stack([chunk[name] for chunk in chunks]).double()
         variance, square = float(of_chunks.var(0).sum()), float(of_chunks.mean(0).square().sum())
         right = square - variance / len(chunks)
         worst = max(worst, abs(trace - size * variance) / (size * variance), abs(signal - right) / square)

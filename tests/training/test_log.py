@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 import ds_vrgd
-from ds_vrgd.training import log
-from ds_vrgd.training.log import RunLog, gsnr_record, read_log
+from ds_vrgd.training.log import RunLog, gsnr_record, layers_record, read_log
 
 MONITORED = ("loss", "lr")
 
@@ -30,8 +31,11 @@ def record(step: int) -> dict[str, Any]:
         "step": step,
         "loss": 2.0 / step,
         "lr": 0.1 * step,
-        "gsnr": {"k": 8, "mean_ratio": 0.3, "clamped_low": 0.2, "clamped_high": 0.1},
-    }
+        "gsnr": {
+            "k": 8, "mean_ratio": 0.3, "clamped_low": 0.2, "clamped_high": 0.1, "batch": 64,
+            "noise_trace": 3.0 + step % 2, "noise_signal": 0.01 * step,
+        },
+    }  # fmt: skip
 
 
 def test_records_after_the_resumed_update_are_dropped(tmp_path: Path) -> None:
@@ -56,13 +60,84 @@ def test_monitors_get_the_same_numbers(tmp_path: Path) -> None:
     assert not [name for name, _, _ in monitor.events if name.endswith("/k")]
 
 
-def test_optimizers_without_gsnr_have_no_record(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_optimizers_without_gsnr_have_no_record() -> None:
     parameter = torch.nn.Parameter(torch.ones(2))
-    assert gsnr_record(torch.optim.SGD([parameter], lr=0.1)) is None
-    assert gsnr_record(ds_vrgd.LAMB([parameter], lr=0.1)) is None
+    for optimizer in (torch.optim.SGD([parameter], lr=0.1), ds_vrgd.LAMB([parameter], lr=0.1)):
+        engine = SimpleNamespace(optimizer=optimizer)
+        assert gsnr_record(engine) is None
+        assert layers_record(engine) is None
 
 
-def test_layers_are_averaged(monkeypatch: pytest.MonkeyPatch) -> None:
-    layers = {"a": ds_vrgd.LayerGSNR(1.0, 0.5, 0.1), "b": ds_vrgd.LayerGSNR(3.0, 0.1, 0.3)}
-    monkeypatch.setattr(log.ds_vrgd, "gsnr_stats", lambda engine: ds_vrgd.GSNRStatistics(16, layers))
-    assert gsnr_record(object()) == pytest.approx({"k": 16, "mean_ratio": 2.0, "clamped_low": 0.3, "clamped_high": 0.2})
+class Engine:
+    """What a log asks of an engine: 4 chunks of 2 samples, in which one layer has 4 elements and the other one 2."""
+
+    def __init__(self) -> None:
+        generator = torch.Generator().manual_seed(1)
+        params = [(name, torch.nn.Parameter(torch.ones(size))) for name, size in (("a", 4), ("b", 2))]
+        self.optimizer = ds_vrgd.VRSGD(params, lr=0.0, gamma=0.2)
+        for _ in range(4):
+            for _, param in params:
+                ((1.0 + torch.randn(param.shape, generator=generator)) @ param / 4).backward()
+        self.optimizer.step()
+        self.optimizer.overflow = False
+
+    def train_micro_batch_size_per_gpu(self) -> int:
+        return 2
+
+    def train_batch_size(self) -> int:
+        return 8
+
+
+@pytest.mark.filterwarnings("ignore:.*estimates the GSNR from only k:UserWarning")
+def test_record_of_an_update_and_of_its_layers(tmp_path: Path) -> None:
+    engine = Engine()
+    found, stats = gsnr_record(engine), ds_vrgd.gsnr_stats(engine)
+    assert found is not None
+    assert (found["k"], found["batch"]) == (4, 8)
+    mean = sum(layer.mean_ratio for layer in stats.layers.values()) / 2
+    assert found["mean_ratio"] == pytest.approx(mean)
+    assert found["noise_trace"] / found["noise_signal"] == pytest.approx(ds_vrgd.noise_scale(engine))
+    written = RunLog(tmp_path, 0, Monitor(), MONITORED)
+    for step in range(1, 601):  # every third of 600 updates
+        written.layers(step, 600, engine)
+    names, *records = read_log(tmp_path)
+    assert names == {"step": 1, "layer_names": ["a", "b"]}
+    assert [one["step"] for one in records] == [*range(1, 601, 3)]
+    first = records[0]["layers"]
+    assert first["gsnr"] == [float(f"{layer.mean_ratio:.3g}") for layer in stats.layers.values()]
+    assert sum(first["trace"]) == pytest.approx(found["noise_trace"], rel=5e-3)
+    assert sum(first["signal"]) == pytest.approx(found["noise_signal"], abs=5e-3 * max(map(abs, first["signal"])))
+    # a log that goes on does not name them again
+    RunLog(tmp_path, 4, Monitor(), MONITORED).layers(5, 5, engine)
+    assert [sorted(one) for one in read_log(tmp_path)] == [["layer_names", "step"]] + 3 * [["layers", "step"]]
+
+
+@pytest.mark.filterwarnings("ignore:.*estimates the GSNR from only k:UserWarning")
+def test_update_that_was_skipped_has_no_record() -> None:
+    engine = Engine()
+    engine.optimizer.overflow = True  # what it holds is of the update before
+    assert gsnr_record(engine) is None
+    assert layers_record(engine) is None
+
+
+def test_monitors_get_the_noise_scale_of_the_whole_log(tmp_path: Path) -> None:
+    whole, resumed = Monitor(), Monitor()
+    (tmp_path / "whole").mkdir()
+    log = RunLog(tmp_path / "whole", 0, whole, MONITORED)
+    for step in range(1, 13):
+        log.update(record(step))
+    (tmp_path / "resumed").mkdir()
+    shutil.copy(tmp_path / "whole" / "log.jsonl", tmp_path / "resumed")
+    log = RunLog(tmp_path / "resumed", 8, resumed, MONITORED)
+    for step in range(9, 13):
+        log.update(record(step))
+    assert resumed.events == [event for event in whole.events if event[2] > 8]
+    last = {name: value for name, value, step in resumed.events if step == 12}
+    assert last["NoiseScale/batch"] == 64
+    weights = [0.99 ** (12 - step) for step in range(1, 13)]
+    top = sum(weight * (3.0 + step % 2) for step, weight in enumerate(weights, start=1))
+    bottom = sum(weight * 0.01 * step for step, weight in enumerate(weights, start=1))
+    assert last["NoiseScale/value"] == pytest.approx(top / bottom, rel=1e-12)
+    assert last["NoiseScale/low"] < last["NoiseScale/value"] < last["NoiseScale/high"]
+    # two updates set no upper bound
+    assert "NoiseScale/high" not in {name for name, _, step in whole.events if step == 2}

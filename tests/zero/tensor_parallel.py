@@ -201,8 +201,7 @@ def run_case(case: Case, mpu: Mpu) -> Result:
         chunks = [logical(chunk, mpu, shapes) for chunk in mine]
         if step == 0 and reduces:
             stats = ds_vrgd.gsnr_stats(engine)
-            size = engine.train_micro_batch_size_per_gpu()
-            of_noise = noise_error(gradient_noise(engine), chunks, case.accumulation / scale, size)
+            of_noise = noise_error(gradient_noise(engine), chunks, engine.train_micro_batch_size_per_gpu())
         if given is None:
             reference.step(chunks, clip=case.clip)
         else:

@@ -21,7 +21,7 @@ OF_DISTANCE = 5e-3
 OF_MEAN = 2e-2
 
 # Sums of fp32 squares, of the noise and the signal in the gradients of the first step, given the same chunks.
-OF_NOISE = 1e-5
+OF_NOISE = 1e-6
 
 FIGURE = re.compile(rf"\s*(\d\.\de-\d\d|-|{NOT_RUN}|)\s*$")
 
