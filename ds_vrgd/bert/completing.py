@@ -19,6 +19,7 @@ from ds_vrgd.bert.workers import Workers
 from ds_vrgd.training.errors import InputError
 from ds_vrgd.training.files import fingerprint, write_binary, write_text
 from ds_vrgd.training.locks import locked
+from ds_vrgd.training.manifest import first_fault
 
 
 def complete(
@@ -93,7 +94,7 @@ def add_lengths(folder: Path, lengths: Sequence[int], workers: Workers, report: 
     """Cut the documents of complete data for those of ``lengths`` that it does not have yet.
 
     Raises:
-        InputError: a length gives no sequence.
+        InputError: a length gives no sequence, or the documents are not as they were written.
     """
     if all(str(length) in read_manifest(folder)["sequences"] for length in lengths):
         return
@@ -119,7 +120,11 @@ def add_lengths(folder: Path, lengths: Sequence[int], workers: Workers, report: 
 
 def _cut(job: tuple[Path, str, int, int]) -> tuple[int, dict[str, dict[str, int | str]]]:
     folder, split, number, length = job
-    return cut(Shard.open(folder / shard_name(split, number)), folder, split, number, length)
+    name = shard_name(split, number)
+    fault = first_fault(folder, only=name)
+    if fault is not None:
+        raise InputError(f"prepared data {folder}: {fault}; remove the folder and prepare the data again")
+    return cut(Shard.open(folder / name), folder, split, number, length)
 
 
 def _check_sequences(sequences: dict[str, dict[str, int]]) -> None:

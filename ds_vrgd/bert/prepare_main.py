@@ -23,6 +23,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Prepare data for pre-training; returns the exit status (2: input that cannot be used)."""
     parser = _parser()
     options = parser.parse_args(arguments)
+    if options.processes < 0:
+        parser.error(f"--processes {options.processes}: at least 0")
+    if options.run and (given := [name for name in _OF_A_RUN_FILE if _is_given(options, parser, name)]):
+        parser.error(f"--run takes {', '.join(given)} from the run file: leave out one or the other")
     begin = time.monotonic()
 
     def report(text: str) -> None:
@@ -38,13 +42,30 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
+# What --run takes out of the run file.
+_OF_A_RUN_FILE = (
+    *("--packages", "--text", "--dataset", "--text-column", "--rows-per-document", "--vocabulary", "--lengths"),
+    *("--held-out-every", "--deduplicate-from"),
+)
+
+
+def _is_given(options: argparse.Namespace, parser: argparse.ArgumentParser, name: str) -> bool:
+    key = name.removeprefix("--").replace("-", "_")
+    return bool(getattr(options, key) != parser.get_default(key))
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description="Prepare text for BERT pre-training: read, leave out repeated paragraphs, train a vocabulary, "
         "split into sentences, tokenise once for all lengths. After a kill the same command goes on where it stopped."
     )
     parser.add_argument("--output", type=Path, metavar="FOLDER", help="the result: prepared_data of a run file")
-    parser.add_argument("--run", type=Path, metavar="YAML", help="take everything below from this run file")
+    parser.add_argument(
+        "--run",
+        type=Path,
+        metavar="YAML",
+        help="take corpus, vocabulary, lengths, what is held out and deduplicated from this run file",
+    )
     corpus = parser.add_argument_group("corpus", "one or more, read in this order")
     corpus.add_argument("--packages", nargs="+", default=[], choices=[*PACKAGES, *GROUPS], metavar="NAME",
                         help=f"text that installs by package name: {', '.join(PACKAGES)}; for several: "
@@ -87,7 +108,10 @@ def _from_options(
         corpora.append({"source": "packages", "names": options.packages})
     corpora.extend({"source": "folder", "path": path, "text_column": options.text_column} for path in options.text)
     for dataset in options.dataset:
-        name, subset, split = [*dataset.split(":"), "", ""][:3]
+        parts = dataset.split(":")
+        if len(parts) > 3:
+            parser.error(f"--dataset {dataset}: NAME:SUBSET:SPLIT has three parts")
+        name, subset, split = [*parts, "", ""][:3]
         corpora.append(
             {
                 "source": "datasets",

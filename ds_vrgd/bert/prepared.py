@@ -25,7 +25,7 @@ from ds_vrgd.training.manifest import first_fault
 from ds_vrgd.training.ranks import Ranks
 
 #: Raised whenever the same settings give other bytes.
-FORMAT = 2
+FORMAT = 3
 
 UNIGRAM_COUNTS = "unigram_counts.npy"
 
@@ -82,7 +82,7 @@ def check_settings(settings: DataSettings, folder: Path) -> None:
     for key, wanted in settings.model_dump(mode="json").items():
         if manifest["settings"][key] != wanted:
             raise InputError(
-                f"{key}={wanted} in the run file, but {folder} was prepared with {manifest['settings'][key]}; restore "
+                f"{key}={wanted}, but {folder} was prepared with {manifest['settings'][key]}; restore "
                 "the setting, or choose another prepared_data or --output"
             )
     given = settings.vocabulary.folder

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
@@ -16,6 +17,9 @@ from ds_vrgd.training.errors import InputError
 _NORMALIZER = normalizers.BertNormalizer(lowercase=True)
 _PRE_TOKENIZER = pre_tokenizers.BertPreTokenizer()
 _MOST_CHARACTERS = 1000  # rarer ones become [UNK]; the library's own limit
+
+_LONGEST_WORD = 100  # characters; the library's own limit, too: a longer word is [UNK] whatever the vocabulary
+_RUN = re.compile(rf"\S{{{_LONGEST_WORD + 1},8192}}")  # no more at once, so that memory stays bounded
 
 SPECIAL_TOKENS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 
@@ -35,7 +39,8 @@ def train_tokenizer(characters: Counter[str], texts: Iterable[str], size: int) -
 
     The same texts give the same vocabulary. (The library alone numbers pieces in the order of a randomised hash
     table, which decides between equally frequent merges; numbering all single characters beforehand prevents it.)
-    Memory grows with the number of different words.
+    Memory grows with the number of different words. Words of more than 100 characters take no part: no piece of them
+    would ever be used, and one of a million characters (a picture in base64) would take hours.
 
     Args:
         characters: ``count_characters`` of the texts.
@@ -52,9 +57,19 @@ def train_tokenizer(characters: Counter[str], texts: Iterable[str], size: int) -
         show_progress=False,
     )
     trained = _tokenizer(models.WordPiece(unk_token="[UNK]"))
-    trained.train_from_iterator(iter(texts), trainer)
+    trained.train_from_iterator(map(_without_endless_words, texts), trainer)
     # Built anew from the pieces, so that the continuing characters are ordinary pieces again.
     return BertTokenizerFast(tokenizer_object=_tokenizer(models.WordPiece(trained.get_vocab(), unk_token="[UNK]")))
+
+
+def _without_endless_words(text: str) -> str:
+    return _RUN.sub(_usable_words, text)
+
+
+def _usable_words(run: re.Match[str]) -> str:
+    """Of what stands without a blank: ``https://a.b/c``, Chinese and the like are many words to BERT, and stay."""
+    words = _PRE_TOKENIZER.pre_tokenize_str(_NORMALIZER.normalize_str(run[0]))
+    return " ".join(word for word, _ in words if len(word) <= _LONGEST_WORD)
 
 
 def _tokenizer(model: models.WordPiece) -> Tokenizer:

@@ -251,14 +251,14 @@ def test_data_without_a_corpus_in_the_run_file(run: RunFile, data_folder: Path, 
 
 
 def test_other_settings_are_refused(data_folder: Path, run: RunFile, tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"held_out_every=7 in the run file, but .* was prepared with 5"):
+    with pytest.raises(InputError, match=r"held_out_every=7, but .* was prepared with 5"):
         prepared(run.model_copy(update={"held_out_every": 7}), data_folder)
     with pytest.raises(InputError, match="holds no prepared data"):
         prepared(run, data_folder.parent)
     older = tmp_path / "older"
     older.mkdir()
     (older / "manifest.json").write_text('{"dtype": "uint16"}', encoding="utf-8")
-    with pytest.raises(InputError, match=r"prepared by another version \(format None, not 2\); remove it"):
+    with pytest.raises(InputError, match=r"prepared by another version \(format None, not 3\); remove it"):
         prepared(run, older)
 
 

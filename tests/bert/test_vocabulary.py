@@ -39,6 +39,19 @@ def test_special_tokens_come_first_and_the_size_is_kept(tokenizer: BertTokenizer
     assert sorted(tokenizer.all_special_ids) == [0, 1, 2, 3, 4]
 
 
+def test_words_that_are_always_unknown_take_no_part(tokenizer: BertTokenizerFast) -> None:
+    """A million letters without a blank would take hours; what BERT splits into words anyway counts as before."""
+    texts = corpus_text().split("\n\n")
+    characters = count_characters(texts)
+    with_run = train_tokenizer(characters, [*texts, "ba" * 500_000, texts[0] + " " + "da" * 51], 200)
+    without = train_tokenizer(characters, [*texts, texts[0]], 200)
+    assert pieces(with_run) == pieces(without)
+    assert with_run.tokenize("da" * 51) == ["[UNK]"]
+    slashed = train_tokenizer(characters, [text.replace(" ", "/") for text in texts], 200)
+    spaced = train_tokenizer(characters, [text.replace(" ", " / ") for text in texts], 200)
+    assert pieces(slashed) == pieces(spaced)
+
+
 def test_same_text_gives_the_same_vocabulary(tokenizer: BertTokenizerFast) -> None:
     # Left to itself the library breaks ties by a randomised hash table: 12 runs never agree on this corpus.
     for _ in range(3):
