@@ -3,5 +3,6 @@
 #: Modules of this package, each with an ``EXPERIMENT``, in the order in which they run.
 NAMES: tuple[str, ...] = (
     "linear",
+    "dlrm",
     "bert",
 )
