@@ -16,11 +16,11 @@ if [[ -z $output ]]; then
   exit 2
 fi
 
-# mpirun tells no rank where rank 0 is. By its full name it finds its own files on the other nodes, and these have none of
-# this container's variables.
+# mpirun tells no rank where rank 0 is. By its full name it finds its own files on the other nodes, which have none of this
+# container's variables; and then it puts its own folder in front of PATH, so that programs need their full names, too.
 read -r first _ < "$hostfile"
 run=("$(command -v mpirun)" --hostfile "$hostfile" --bind-to none --wdir "$PWD"
   -x PATH -x LD_LIBRARY_PATH -x "MASTER_ADDR=$first" -x MASTER_PORT=29500)
-"${run[@]}" ds-vrgd doctor --cluster --output "$output" --free "${DS_VRGD_FREE_GB:-1}"
-"${run[@]}" python "$@"
+"${run[@]}" "$(command -v ds-vrgd)" doctor --cluster --output "$output" --free "${DS_VRGD_FREE_GB:-1}"
+"${run[@]}" "$(command -v python)" "$@"
 [[ -e $output/result.json ]] || exit 75

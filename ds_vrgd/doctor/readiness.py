@@ -121,7 +121,7 @@ def _odd_ranks(cluster: Cluster) -> list[str]:
     usual = Counter(numbers.values()).most_common(1)[0][0]
     for host, number in numbers.items():
         if number != usual:
-            found.append(f"{host}: {number} ranks, other nodes {usual}: start as many on every node")
+            found.append(f"{host}: ranks: {number}, on other nodes {usual}: start as many on every node")
     for host, ranks in cluster.hosts.items():
         twice = [local for local, times in Counter(node.local_rank for node in ranks).items() if times > 1]
         if twice:

@@ -97,7 +97,7 @@ def test_nodes_with_other_numbers_of_ranks() -> None:
     """Told as such, not as a node that hides a GPU."""
     without = replace(WELL, nodes=[replace(one, gpus=None, gpu=None) for one in NODES[:-1]])
     (fault,) = faults(without)
-    assert fault == "node3: 1 ranks, other nodes 2: start as many on every node"
+    assert fault == "node3: ranks: 1, on other nodes 2: start as many on every node"
 
 
 def test_ranks_that_would_share_a_gpu() -> None:
