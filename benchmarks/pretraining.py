@@ -31,11 +31,12 @@ from benchmarks.record import Record, environment, file_name
 from benchmarks.timing import Clock, Spread, repeat
 from benchmarks.training import free, highest_allocated, release, storages
 from ds_vrgd.bert.examples import Batch, ExampleBuilder, SpecialIds
-from ds_vrgd.bert.model import PretrainingModel, bert_config, parameter_groups
+from ds_vrgd.bert.model import PretrainingModel, bert_config
 from ds_vrgd.bert.packing import pack
 from ds_vrgd.bert.prepared import PreparedData, open_prepared
 from ds_vrgd.bert.runfile import Phase, RunFile, load_run_file
 from ds_vrgd.bert.stream import MicroBatches, RankOrder, training_batches
+from ds_vrgd.training.groups import parameter_groups
 from ds_vrgd.zero import leave_out_shared_memory_op
 
 WAYS = PLAIN, PACKED, COMPILED = "plain", "packed", "compiled"

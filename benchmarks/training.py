@@ -15,7 +15,7 @@ from benchmarks.bert import NETWORKS
 from benchmarks.contenders import CONTENDERS, torch_adamw
 from benchmarks.plan import Configuration
 from benchmarks.ranks import Rank
-from ds_vrgd.bert.model import parameter_groups
+from ds_vrgd.training.groups import parameter_groups
 
 CLIPPING = 1.0
 # Bytes of a tensor that is worth being taken down by force.

@@ -68,6 +68,27 @@ def warmup_polynomial_lr(
     return float(peak_lr * (1.0 - (step - warmup_steps) / decay_steps) ** power)
 
 
+def warmup_cosine_lr(step: int, *, total_steps: int, peak_lr: float, warmup_steps: int = 0) -> float:
+    """Learning rate of update ``step`` (0-based): linear warm-up from zero, then half a cosine down to zero.
+
+    ::
+
+        step <  warmup_steps:  peak_lr * (step + 1) / warmup_steps
+        step >= warmup_steps:  peak_lr * (1 + cos(pi * (step - warmup_steps) / (total_steps - warmup_steps))) / 2
+
+    Loshchilov, Hutter 2017, "SGDR", equation 5, without restarts. As in :func:`warmup_polynomial_lr` no update is spent
+    at a rate of zero, and decay starts at the peak.
+
+    Raises:
+        ValueError: a step outside [0, total_steps), or a warm-up longer than the run.
+    """
+    # The line's position, bent.
+    line = warmup_polynomial_lr(step, total_steps=total_steps, peak_lr=1.0, warmup_steps=warmup_steps)
+    if step < warmup_steps:
+        return peak_lr * line
+    return peak_lr * 0.5 * (1.0 - math.cos(math.pi * line))
+
+
 def phase_of_step(step: int, phase_steps: list[int]) -> tuple[int, int]:
     """Which phase an update of the whole run belongs to, and its number within that phase.
 

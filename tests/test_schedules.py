@@ -6,7 +6,13 @@ import math
 
 import pytest
 
-from ds_vrgd.schedules import legw_warmup_ratio, phase_of_step, square_root_scaled_lr, warmup_polynomial_lr
+from ds_vrgd.schedules import (
+    legw_warmup_ratio,
+    phase_of_step,
+    square_root_scaled_lr,
+    warmup_cosine_lr,
+    warmup_polynomial_lr,
+)
 
 # You et al. 2019, table 1 (SQuAD/BERT): lr = 5 / (2^i * 1e3) with i = 3.0, 2.5, ... 0.0, warm-up 1/320 ... 1/5
 LAMB_BATCHES = [512, 1024, 2048, 4096, 8192, 16384, 32768]
@@ -61,3 +67,11 @@ def test_phase_steps_restart_and_the_end_is_a_phase_of_its_own() -> None:
     assert [phase_of_step(s, [3, 2]) for s in range(6)] == [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (2, 0)]
     with pytest.raises(ValueError, match="step=6"):
         phase_of_step(6, [3, 2])
+
+
+def test_cosine_starts_at_the_peak_and_ends_beside_zero() -> None:
+    rates = [warmup_cosine_lr(s, total_steps=6, peak_lr=2.0, warmup_steps=2) for s in range(6)]
+    # 1 + cos(pi * s / 4), s = 0 ... 3
+    assert rates == pytest.approx([1.0, 2.0, 2.0, 1 + 0.5**0.5, 1.0, 1 - 0.5**0.5])
+    with pytest.raises(ValueError, match=r"step=6 must lie in \[0, total_steps=6\)"):
+        warmup_cosine_lr(6, total_steps=6, peak_lr=2.0)

@@ -20,9 +20,10 @@ from benchmarks.evidence.bert_data import Material, material
 from benchmarks.evidence.bert_report import draw, tables
 from benchmarks.evidence.experiment import FULL, Experiment, Row
 from benchmarks.ranks import device_type
-from ds_vrgd.bert.model import PretrainingModel, bert_config, parameter_groups
+from ds_vrgd.bert.model import PretrainingModel, bert_config
 from ds_vrgd.bert.runfile import ModelSection
 from ds_vrgd.schedules import warmup_polynomial_lr
+from ds_vrgd.training.groups import parameter_groups
 
 MODELS = {
     "mini": {"num_hidden_layers": 4, "hidden_size": 256, "num_attention_heads": 4, "intermediate_size": 1024},

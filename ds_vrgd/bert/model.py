@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch.nn import functional
 from transformers import AutoModelForPreTraining, BertConfig
@@ -81,24 +79,3 @@ class PretrainingModel(torch.nn.Module):
 def summed_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     """Cross-entropy of ``(m, vocabulary)`` logits in any dtype, summed over m labels in fp32, nats."""
     return functional.cross_entropy(logits.float(), labels, reduction="sum")
-
-
-def parameter_groups(model: torch.nn.Module) -> list[dict[str, Any]]:
-    """Two groups: matrices, and vectors (biases, LayerNorm) without weight decay and without a trust ratio.
-
-    What LAMB's BERT recipes leave out of both. ``adapt`` is a group option of ds_vrgd's optimizers; others ignore it.
-    """
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    return [
-        {"params": [parameter for parameter in trained if _dimensions(parameter) > 1]},
-        {
-            "params": [parameter for parameter in trained if _dimensions(parameter) <= 1],
-            "weight_decay": 0.0,
-            "adapt": False,
-        },
-    ]
-
-
-def _dimensions(parameter: torch.nn.Parameter) -> int:
-    # Under ZeRO-3's zero.Init a parameter is an empty tensor that keeps its shape aside.
-    return len(getattr(parameter, "ds_shape", parameter.shape))

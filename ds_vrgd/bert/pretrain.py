@@ -18,7 +18,7 @@ from tqdm import tqdm
 
 from ds_vrgd.bert.evaluation import held_out_losses
 from ds_vrgd.bert.examples import Batch, ExampleBuilder, SpecialIds
-from ds_vrgd.bert.model import PretrainingModel, bert_config, parameter_groups
+from ds_vrgd.bert.model import PretrainingModel, bert_config
 from ds_vrgd.bert.prepare import prepare
 from ds_vrgd.bert.prepared import PreparedData, open_prepared, verify_prepared
 from ds_vrgd.bert.runfile import RunFile
@@ -27,6 +27,7 @@ from ds_vrgd.bert.stream import MicroBatches, RankOrder, evaluation_batches, tra
 from ds_vrgd.schedules import phase_of_step
 from ds_vrgd.training import checkpoint
 from ds_vrgd.training.errors import Interrupted, TrainingFailed
+from ds_vrgd.training.groups import parameter_groups
 from ds_vrgd.training.launch import fill_deepspeed_config
 from ds_vrgd.training.log import RunLog, gsnr_record
 from ds_vrgd.training.output import AUTO, check_output, finish

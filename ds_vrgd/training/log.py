@@ -56,6 +56,7 @@ class RunLog:
         self._path = output / NAME
         self._monitor = monitor
         self._monitored = monitored
+        output.mkdir(parents=True, exist_ok=True)
         kept = [record for record in read_log(output) if record["step"] <= first_step]
         self._noise = RatioOfMeans(DECAY)
         for record in kept:

@@ -9,10 +9,11 @@ import torch
 from transformers import AutoModelForPreTraining
 
 from ds_vrgd.bert.examples import ExampleBuilder, SpecialIds
-from ds_vrgd.bert.model import PretrainingModel, bert_config, parameter_groups
+from ds_vrgd.bert.model import PretrainingModel, bert_config
 from ds_vrgd.bert.packing import pack
 from ds_vrgd.bert.prepared import PreparedData
 from ds_vrgd.bert.runfile import RunFile
+from ds_vrgd.training.groups import parameter_groups
 
 
 @pytest.fixture(scope="module")

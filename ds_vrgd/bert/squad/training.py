@@ -12,12 +12,12 @@ import torch
 from torch.nn import functional
 from tqdm import tqdm
 
-from ds_vrgd.bert.model import parameter_groups
 from ds_vrgd.bert.squad.settings import ADAMW, Settings
 from ds_vrgd.bert.squad.windows import Ints, TokenisedQuestions, Windows
 from ds_vrgd.optim import OPTIMIZERS
 from ds_vrgd.schedules import warmup_polynomial_lr
 from ds_vrgd.training.errors import InputError, TrainingFailed
+from ds_vrgd.training.groups import parameter_groups
 
 _POOL = 64  # batches among which windows of like length are brought together
 _LOOK_EVERY = 50  # updates between looks at the loss, for each of which the host waits for the device

@@ -10,12 +10,13 @@ import pytest
 import torch
 from transformers import BertForPreTraining, BertForQuestionAnswering, GPT2Config
 
-from ds_vrgd.bert.model import bert_config, parameter_groups
+from ds_vrgd.bert.model import bert_config
 from ds_vrgd.bert.saving import save_model
 from ds_vrgd.bert.squad.weights import load_weights
 from ds_vrgd.bert.vocabulary import vocabulary_sha256
 from ds_vrgd.training import checkpoint
 from ds_vrgd.training.errors import InputError
+from ds_vrgd.training.groups import parameter_groups
 from ds_vrgd.training.ranks import Ranks
 from tests.bert.squad.cases import MODEL, small_tokenizer
 from tests.support.ranks import run_on_ranks
