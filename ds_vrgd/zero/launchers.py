@@ -24,13 +24,12 @@ def adopt_launcher() -> bool:
     Raises:
         ValueError: rank 0's address is not known, or the rank has no accelerator of its own.
     """
-    if {"RANK", "WORLD_SIZE"} <= os.environ.keys():
-        return True
-    found = from_slurm(os.environ) or from_open_mpi(os.environ)
-    if found is None:
-        return False
-    _require_accelerator(int(found["LOCAL_RANK"]))
-    os.environ.update({name: value for name, value in found.items() if name not in os.environ})
+    if not {"RANK", "WORLD_SIZE"} <= os.environ.keys():
+        found = from_slurm(os.environ) or from_open_mpi(os.environ)
+        if found is None:
+            return False
+        os.environ.update({name: value for name, value in found.items() if name not in os.environ})
+    _require_accelerator(int(os.environ.get("LOCAL_RANK", "0")))
     return True
 
 

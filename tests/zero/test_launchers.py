@@ -113,3 +113,8 @@ def test_rank_without_an_accelerator_is_told(bare: pytest.MonkeyPatch) -> None:
     os.environ.update(SLURM)
     with pytest.raises(ValueError, match=r"local rank 1 sees 1 accelerators.*--gpus-per-task"):
         adopt_launcher()
+    os.environ.update(RANK="1", WORLD_SIZE="2", LOCAL_RANK="1")  # torchrun --nproc-per-node 2 with one GPU
+    with pytest.raises(ValueError, match="local rank 1 sees 1 accelerators"):
+        adopt_launcher()
+    os.environ["LOCAL_RANK"] = "0"
+    assert adopt_launcher()
