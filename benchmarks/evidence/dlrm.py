@@ -66,16 +66,17 @@ def settings(size: str) -> list[Setting]:
     """Largest batch first, in which the paper sees the largest difference."""
     if size == SMALL:
         shape = {"chunks": 8, "epochs": 1, "embedding_dim": 8, "bottom_mlp": (32, 8), "top_mlp": (32, 16)}
-        batches, rates, optimizers = (512, 128), (0.5, 1.0, 2.0, 4.0), (SGD, VRSGD)
+        rates = {512: (0.5, 1.0, 2.0), 128: (1.0, 2.0, 4.0)}
+        optimizers: tuple[str, ...] = (SGD, VRSGD)
     else:
         shape = {"chunks": 8, "epochs": 1, "embedding_dim": 64, "bottom_mlp": (256, 64), "top_mlp": (256, 128)}
-        batches, rates = (512, 256, 128, 64, 32), (0.5, 1.0, 2.0, 4.0, 8.0)
+        rates = dict.fromkeys((512, 256, 128, 64, 32), (0.5, 1.0, 2.0, 4.0, 8.0))
         optimizers = (SGD, VRSGD, VRSGD_MLPS)
     trained = [
         Setting(optimizer, thousands * 1024 // SCALE, rate, seed, **shape)  # type: ignore[arg-type]
-        for thousands in batches
+        for thousands in rates
         for seed in SEEDS
-        for rate in rates
+        for rate in rates[thousands]
         for optimizer in optimizers
     ]
     return trained + [Setting(LOGISTIC, 128 * 1024 // SCALE, 0.005, seed, **shape) for seed in SEEDS]  # type: ignore[arg-type]

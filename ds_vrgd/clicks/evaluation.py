@@ -50,7 +50,7 @@ def held_out_scores(engine: Any, batches: Iterator[tuple[Tensor, int]]) -> Score
     with torch.no_grad():
         for records, real in batches:
             batch = Batch.of(records.to(engine.device))
-            logits.append(engine(batch.dense, batch.categories).float())
+            logits.append(engine(batch.dense, batch.categories))
             labels.append(batch.labels)
             counts.append(torch.arange(len(batch.labels), device=engine.device) < real)
     engine.train()

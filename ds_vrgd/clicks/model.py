@@ -34,14 +34,14 @@ class DLRM(nn.Module):
         self.tables = nn.ModuleList(nn.Embedding(size, embedding_dim) for size in table_sizes)
         self.bottom = _mlp((DENSE, *bottom_mlp))
         self.top = nn.Sequential(
-            _mlp((embedding_dim + vectors * (vectors - 1) // 2, *top_mlp)), nn.Linear(top_mlp[-1], 1)
+            _mlp((embedding_dim + vectors * (vectors - 1) // 2, *top_mlp)), _LastLayer(top_mlp[-1], 1)
         )
         self._pairs: Tensor
         self.register_buffer("_pairs", torch.tril_indices(vectors, vectors, offset=-1), persistent=False)
         self._initialize()
 
     def forward(self, dense: Tensor, categories: Tensor) -> Tensor:
-        """Logits, [rows].
+        """Logits, [rows] fp32 or wider.
 
         Args:
             dense: [rows, 13]; cast to the dtype of the weights.
@@ -67,6 +67,14 @@ class DLRM(nn.Module):
             elif isinstance(layer, nn.Linear):
                 layer.weight.normal_(0, math.sqrt(2 / (layer.in_features + layer.out_features)))
                 layer.bias.normal_(0, math.sqrt(1 / layer.out_features))
+
+
+class _LastLayer(nn.Linear):
+    """In fp32 at least: with the 8 bits of bf16 many rows would have the same logit, and AUC lives on their order."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        dtype = torch.promote_types(inputs.dtype, torch.float32)
+        return nn.functional.linear(inputs.to(dtype), self.weight.to(dtype), self.bias.to(dtype))
 
 
 def _mlp(widths: Sequence[int]) -> nn.Sequential:

@@ -109,7 +109,7 @@ class Training:
         for turn in range(accumulation):
             batch = Batch.of(next(batches).to(engine.device, non_blocking=True))
             engine.set_gradient_accumulation_boundary(turn == accumulation - 1)
-            loss = binary_cross_entropy_with_logits(engine(batch.dense, batch.categories).float(), batch.labels)
+            loss = binary_cross_entropy_with_logits(engine(batch.dense, batch.categories), batch.labels)
             engine.backward(loss)
             engine.step()
             total += loss.detach()

@@ -40,6 +40,15 @@ def test_forward_is_the_papers() -> None:
         torch.testing.assert_close(logits[row], layer(hidden, "top.1")[0], rtol=1e-12, atol=0)
 
 
+def test_in_bf16_logits_still_tell_rows_apart() -> None:
+    """bf16 has 128 numbers between 1 and 2; 4,096 logits of it would share their values."""
+    model = tiny().bfloat16()
+    dense, categories = inputs(4096)
+    logits = model(dense.float(), categories)
+    assert logits.dtype == torch.float32
+    assert len(logits.unique()) > 2000
+
+
 def test_rows_that_no_chunk_touches_stay_and_the_others_move_as_with_sgd() -> None:
     """r of an untouched row is 0/0 = 0, raised to gamma, times a gradient of 0. All others have r in (0, 1]."""
     model = tiny()
