@@ -2,7 +2,7 @@
 # pyproject.toml or the constraints change.
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help venv demo test test-full lint format bench results-small results
+.PHONY: help venv demo test test-full lint format docs package package-full bench results-small results
 
 PYTHON ?= python3
 VENV := .venv
@@ -27,6 +27,7 @@ help:
 	@echo 'make test-full  all tests, the slow ones too'
 	@echo 'make lint    ruff and mypy; shellcheck, hadolint and the compose schema on docker/ and scripts/'
 	@echo 'make format  let ruff rewrite what it can'
+	@echo 'make package  sdist and wheel, installed into a fresh environment and run there (package-full: with all dependencies)'
 	@echo 'make bench   measure collectives, kernels and training steps on all GPUs -> out/benchmarks'
 	@echo 'make results-small  test the claims of the paper, small sizes, CPU, minutes -> docs/RESULTS.md, docs/figures'
 	@echo 'make results  the same in full size on a GPU'
@@ -65,6 +66,13 @@ lint: $(STAMP)
 format: $(STAMP)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+# To install all dependencies takes minutes: package lends the fresh environment those of .venv.
+package: $(STAMP)
+	scripts/check_package.sh
+
+package-full: $(STAMP)
+	scripts/check_package.sh --full
 
 # All GPUs, all parts. BENCH_ARGS="--only steps --models large" for a part of it.
 bench: $(STAMP)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Callable, Sequence
 
 import ds_vrgd
-from ds_vrgd.cli import doctor, plan, plot, suggest, to_universal
+from ds_vrgd.cli import completion, doctor, plan, plot, suggest, to_universal
+from ds_vrgd.extras import MissingExtra
 
 #: ``add_parser`` of every subcommand. It adds its parser, whose default ``run`` takes the options and returns the exit
 #: status. What is slow to import is imported by ``run``.
@@ -16,17 +18,35 @@ COMMANDS: tuple[Callable[[argparse._SubParsersAction[argparse.ArgumentParser]], 
     plot.add_parser,
     suggest.add_parser,
     to_universal.add_parser,
+    completion.add_parser,
 )
+
+EPILOG = """\
+Each command tells its options by ds-vrgd COMMAND --help. Exit status: 0 done; 1 not done, or not exact; 2 the input, or
+what is installed, does not serve. The trainings themselves are programs of their own (scripts/), which deepspeed,
+torchrun, srun or mpirun starts.
+"""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one subcommand; returns its exit status. Wrong usage exits with 2, as ever in argparse."""
-    parser = argparse.ArgumentParser(prog="ds-vrgd", description="Tools for variance-reduced training with DeepSpeed.")
+    options = build_parser().parse_args(arguments)
+    try:
+        status: int = options.run(options)
+    except MissingExtra as error:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        return 2
+    return status
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The parser with every subcommand."""
+    parser = argparse.ArgumentParser(
+        prog="ds-vrgd", description="Tools for variance-reduced training with DeepSpeed.", epilog=EPILOG
+    )
     parser.add_argument("--version", action="version", version=f"ds_vrgd {ds_vrgd.__version__}")
     parser.add_argument("--local_rank", help=argparse.SUPPRESS)  # DeepSpeed's launcher puts it first
     subparsers = parser.add_subparsers(required=True, metavar="COMMAND")
     for add_parser in COMMANDS:
         add_parser(subparsers)
-    options = parser.parse_args(arguments)
-    status: int = options.run(options)
-    return status
+    return parser

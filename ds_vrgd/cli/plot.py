@@ -24,17 +24,14 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 def run(options: argparse.Namespace) -> int:
     """Draw; 1 if there is nothing to be drawn."""
+    from ds_vrgd.extras import need
     from ds_vrgd.training.errors import InputError
     from ds_vrgd.training.plot import plot
 
+    need("plot", "matplotlib")
     try:
         print(plot(options.run_folder, options.output))
     except InputError as error:
         print(f"ds-vrgd plot: {error}", file=sys.stderr)
-        return 1
-    except ModuleNotFoundError as error:
-        if error.name != "matplotlib":
-            raise
-        print("ds-vrgd plot: needs matplotlib: pip install matplotlib, or ds_vrgd[plot]", file=sys.stderr)
         return 1
     return 0

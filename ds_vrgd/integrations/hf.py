@@ -13,11 +13,16 @@ from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
-from transformers import TrainerCallback
 
-from ds_vrgd.meter import NoiseScaleMeter
-from ds_vrgd.optim import VROptimizer
-from ds_vrgd.statistics import NoiseScaleUnknown, find_optimizer, gsnr_stats, noise_scale
+from ds_vrgd.extras import need
+
+need("hf", "transformers", "accelerate")
+
+from transformers import TrainerCallback  # noqa: E402
+
+from ds_vrgd.meter import NoiseScaleMeter  # noqa: E402
+from ds_vrgd.optim import VROptimizer  # noqa: E402
+from ds_vrgd.statistics import NoiseScaleUnknown, find_optimizer, gsnr_stats, noise_scale  # noqa: E402
 
 Trainer = Any
 

@@ -22,3 +22,13 @@ def test_wrong_usage_exits_with_2(capsys: pytest.CaptureFixture[str]) -> None:
         main(["no-such-command"])
     assert ended.value.code == 2
     assert "no-such-command" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "tcsh"])
+def test_completion_knows_every_command(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("shtab")
+    assert main(["completion", shell]) == 0
+    script = capsys.readouterr().out
+    for command in ("doctor", "plan", "plot", "suggest", "to-universal", "completion"):
+        assert command in script
+    assert "--deepspeed_config" in script
