@@ -125,17 +125,27 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 
 def check_settings(settings: Data, folder: Path) -> None:
-    """Compare settings with those that ``folder`` was prepared with.
+    """Compare settings, and the sizes of files, with those that ``folder`` was prepared with.
+
+    A file that is no longer there is no fault: data may be prepared on another machine.
 
     Raises:
         InputError: something differs.
     """
-    saved = read_manifest(folder)["settings"]
+    manifest = read_manifest(folder)
+    saved = manifest["settings"]
     for key, wanted in settings.model_dump(mode="json").items():
         if saved.get(key) != wanted:
             raise InputError(
                 f"data.{key}={wanted} in the run file, but {folder} was prepared with {saved.get(key)}; restore the "
                 "setting, or choose another prepared_data or --output"
+            )
+    for file in manifest["source"]:
+        path = Path(file["path"])
+        if path.is_file() and path.stat().st_size != file["size"]:
+            raise InputError(
+                f"data: {path} has {path.stat().st_size} bytes, and had {file['size']} when {folder} was made of it; "
+                "restore it, or choose another prepared_data"
             )
 
 

@@ -93,6 +93,18 @@ def test_other_settings_are_refused(files: tuple[Path, Path], tmp_path: Path, ch
         check_settings(settings(*files, **change), tmp_path / "data")
 
 
+def test_a_source_that_has_grown_is_refused_and_one_that_is_gone_is_not(
+    files: tuple[Path, Path], tmp_path: Path
+) -> None:
+    prepare(settings(*files), tmp_path / "data", silent)
+    with files[0].open("a") as file:
+        file.write(lines(1, seed=9)[0] + "\n")
+    with pytest.raises(InputError, match=r"day_0 has \d+ bytes, and had \d+ when"):
+        check_settings(settings(*files), tmp_path / "data")
+    files[0].unlink()
+    check_settings(settings(*files), tmp_path / "data")
+
+
 def test_what_cannot_be_used_is_named_and_leaves_nothing(files: tuple[Path, Path], tmp_path: Path) -> None:
     def refusal(given: FilesData | None) -> str:
         with pytest.raises(InputError) as caught:
