@@ -124,6 +124,8 @@ def test_slurm_stops_by_sigterm_queues_itself_again_and_goes_on(whole: Whole, ma
         (0, "RUNNING", "requeue"),
         (0, "COMPLETING", ""),  # cancelled
         (0, "PENDING", ""),  # pre-empted, and queued again by SLURM
+        (143, "RUNNING", "requeue"),  # stopped before the first update
+        (143, "COMPLETING", ""),
         (1, "RUNNING", ""),  # failed, and would again
         (2, "RUNNING", ""),
     ],
