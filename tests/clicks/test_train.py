@@ -83,7 +83,7 @@ def said(folder: Path) -> list[str]:
     return first
 
 
-def test_the_run_learns_and_leaves_its_records(folder: Path, said: list[str]) -> None:
+def test_what_a_run_leaves(folder: Path, said: list[str]) -> None:
     output = folder / "whole"
     records = updates(output)
     # 600 rows are 4 groups of 128 in an epoch: two epochs are 8 updates of 128
@@ -120,7 +120,7 @@ def test_a_run_that_comes_apart_stops_and_says_so(folder: Path, said: list[str])
 
 @pytest.mark.slow
 def test_the_script_on_two_ranks_and_on_one(folder: Path) -> None:
-    """The same chunks, so the same run up to the order of sums in fp32; and a refusal in one line."""
+    """The same chunks, so the same run up to the order of sums in fp32, carried over too; and a refusal in one line."""
     run_file, config = folder / "run.yaml", ROOT / "configs" / "dlrm" / "ds_vrsgd.json"
     run_file.write_text(yaml.safe_dump(run_settings(folder / "day_0", folder / "day_1")), encoding="utf-8")
     arguments = ["--deepspeed_config", str(config), "--run", str(run_file), "--output"]
@@ -133,6 +133,10 @@ def test_the_script_on_two_ranks_and_on_one(folder: Path) -> None:
         assert done.stdout.splitlines()[-1].startswith("held-out AUC 0.")
         losses.append([record["loss"] for record in updates(output)])
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+    middle = folder / "script-2" / "checkpoints" / "step-000003"
+    done = launch(1, *arguments, str(folder / "carried-over"), "--resume", str(middle), script=script)
+    assert done.status == 0, done.stderr
+    assert [record["loss"] for record in updates(folder / "carried-over")] == pytest.approx(losses[0][3:], rel=1e-5)
     run_file.write_text(yaml.safe_dump(run_settings(folder / "day_0", folder / "day_1", global_batch=1024)))
     refused = launch(1, *arguments, str(folder / "large"), script=script)
     assert refused.status == 2
