@@ -3,6 +3,7 @@
 #: Modules of this package, each with an ``EXPERIMENT``, in the order in which they run.
 NAMES: tuple[str, ...] = (
     "linear",
+    "meter",
     "dlrm",
     "bert",
 )

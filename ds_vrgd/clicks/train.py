@@ -82,6 +82,7 @@ class Training:
                 }
                 gsnr = gsnr_record(self.engine)
                 self.log.update(record if gsnr is None else {**record, "gsnr": gsnr})
+                self.log.layers(done, self.steps, self.engine)
             bar.set_postfix(loss=f"{loss:.4f}", lr=f"{lr:.2e}", rows_s=f"{speed:.0f}", refresh=False)
             bar.update()
             if stop or done == self.steps or done % run.checkpoint_every == 0:

@@ -34,7 +34,7 @@ NAME = "log.jsonl"
 Record = dict[str, Any]
 
 _HELD_OUT = "held_out_"
-# Of a whole run, as a picture has columns. BERT-large has 398 layers and 10 kB a record.
+# Of a whole run, as a picture has columns. BERT-large has 398 layers and 11 kB a record.
 _LAYER_RECORDS = 256
 _OF_RATIO = ("mean_ratio", "clamped_low", "clamped_high")
 

@@ -198,6 +198,7 @@ def lines(found: Suggestion, examples: int | None) -> Sequence[str]:
         "- It usually grows as the loss falls, so a long run bears a larger batch later; measure again from its log.",
         f"- Whether {found.probe_lr:.3g} was the best rate at {found.probe_batch:,}. A poor one scales to a poor one: "
         "try half and double.",
+        "- Where it was too low, the noise scale comes out too large (docs/RESULTS.md).",
         "- What Adam's and LAMB's preconditioning changes: this is the simple noise scale of the plain gradient.",
         "- What a step costs on your hardware: below the batch that fills it, a smaller one saves nothing.",
         "- Whether the result generalises as well.",

@@ -19,6 +19,7 @@ from ds_vrgd.training.log import read_log
 from tests.bert.cases import run_settings
 from tests.bert.launching import ROOT, Launch, Whole, launch
 
+LAYERS = {"layer_names", "layers"}
 LAST_LINE = re.compile(r"^held-out mlm loss (\d+\.\d+) \(unigram entropy (\d+\.\d+)\)$")
 
 
@@ -56,6 +57,13 @@ def test_two_phases_from_a_json_and_a_run_file(runs: Runs) -> None:
     assert [record["phase"] for record in records] == [1, 1, 1, 1, 2, 2]
     # 16 and 24 sequences in micro-batches of 2: the chunks of each update
     assert [record["gsnr"]["k"] for record in records] == [8, 8, 8, 8, 12, 12]
+    assert [record["gsnr"]["batch"] for record in records] == [16, 16, 16, 16, 24, 24]
+    assert all(record["gsnr"]["noise_trace"] > 0.0 for record in records)
+    names, *layers = [record for record in read_log(runs.folder / "whole") if not record.keys().isdisjoint(LAYERS)]
+    assert "network.bert.embeddings.word_embeddings.weight" in names["layer_names"]
+    assert [(record["step"], len(record["layers"]["trace"])) for record in layers] == [
+        (step, len(names["layer_names"])) for step in range(1, 7)
+    ]
     # warm-up of one update, decay over three; again from the peak of phase 2, whose warm-up is one update
     assert [record["lr"] for record in records] == pytest.approx([0.02, 0.02, 0.04 / 3, 0.02 / 3, 0.01, 0.01])
 
@@ -68,6 +76,8 @@ def test_what_a_run_leaves(runs: Runs) -> None:
     assert (output / "training.png").stat().st_size > 0
     loss_rows = (output / "csv" / "Train_loss.csv").read_text(encoding="utf-8").splitlines()
     assert [row.split(",")[0] for row in loss_rows] == ["step", "1", "2", "3", "4", "5", "6"]
+    scale_rows = (output / "csv" / "NoiseScale_value.csv").read_text(encoding="utf-8").splitlines()
+    assert all(float(row.split(",")[1]) > 0.0 for row in scale_rows[1:])
     assert list((output / "tensorboard").glob("events.out.tfevents.*"))
     assert sorted(path.name for path in (output / "checkpoints").glob("step-*")) == [
         "step-000003",

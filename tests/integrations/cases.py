@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
+
+import torch
+from torch import Tensor, nn
 
 import ds_vrgd
 from tests.support import hf_accelerate
 from tests.support.hf import Case, Corpus, attempt, fresh, make_model, make_trainer, run_case, training_arguments
 from tests.support.hf_resume import resume
+from tests.zero import expert_cases
 
 OFFLOADED: dict[str, Any] = {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}
 
@@ -77,6 +82,44 @@ def named_twice(folder: Path, mixin: bool) -> None:
         trainer.train()
 
 
+class Experts(nn.Module):
+    """A layer, four experts, another layer, over the two ranks; a loss of the Trainer's kind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = expert_cases.make(2)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        return {"loss": self.inner(x)}
+
+
+class Points(torch.utils.data.Dataset[dict[str, Tensor]]):
+    def __len__(self) -> int:
+        return 200
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return {"x": torch.randn(expert_cases.WIDTH, generator=torch.Generator().manual_seed(index))}
+
+
+def log_experts(folder: Path) -> tuple[list[dict[str, Any]], list[str]]:
+    """The Trainer's log, and the callback's warnings."""
+    from transformers import Trainer
+
+    from ds_vrgd.integrations.hf import GSNRCallback
+
+    with fresh():
+        trained = Case(1, "json", "VRSGD", accumulation=2)
+        arguments = training_arguments(trained, folder, max_steps=3, per_device_train_batch_size=8)
+        trainer = Trainer(model=Experts(), args=arguments, train_dataset=Points())
+        trainer.add_callback(GSNRCallback(trainer))
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            trainer.train()
+        trainer.model_wrapped.destroy()
+    messages = [str(one.message) for one in caught]
+    return trainer.state.log_history, [message for message in messages if "GSNRCallback" in message]
+
+
 def train_all(rank: int, folder: str, slow: bool) -> dict[tuple[str, str], Any]:
     """Outcomes by kind and name."""
     found: dict[tuple[str, str], Any] = {("imported", "transformers"): "transformers" in sys.modules}
@@ -94,4 +137,6 @@ def train_all(rank: int, folder: str, slow: bool) -> dict[tuple[str, str], Any]:
     found["refused", "dropped by the Trainer"] = attempt(dropped, Path(folder, "dropped"))
     for mixin in (True, False):
         found["refused", f"named twice, {mixin=}"] = attempt(named_twice, Path(folder, "twice"), mixin)
+    # Last, for the process groups of experts stay.
+    found["logged", "experts"] = attempt(log_experts, Path(folder, "experts"))
     return found

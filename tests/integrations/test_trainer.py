@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-import warnings
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +12,6 @@ import pytest
 import torch
 
 import ds_vrgd
-from ds_vrgd.integrations.hf import GSNRCallback
-from ds_vrgd.statistics import find_optimizer
 from tests.integrations.cases import MORE, RESUMED, RESUMED_MORE, TRAINED
 from tests.support.hf import (
     DECAY,
@@ -190,32 +186,16 @@ def test_step_that_was_left_out_logs_no_gsnr(tmp_path: Path) -> None:
         assert [record["step"] for record in trainer.state.log_history if "gsnr_k" in record] == [1]
 
 
-def test_experts_on_several_ranks_are_logged_without_a_noise_scale(tmp_path: Path) -> None:
-    """As if each rank held half of the experts: what the layers' table says of it is all that the callback goes by."""
-
-    def of_experts(optimizer: Any) -> None:
-        for part in find_optimizer(optimizer).layer_statistics:
-            layouts = part.table.layouts
-            part.table.layouts = tuple(
-                replace(one, layers=tuple(replace(layer, share=2) for layer in one.layers)) for one in layouts
-            )
-
-    with fresh():
-        trainer = one_process(tmp_path, max_steps=3)
-        callback = next(one for one in trainer.callback_handler.callbacks if isinstance(one, GSNRCallback))
-        count = callback.on_step_end
-        callback.on_step_end = lambda args, state, control, **kwargs: (
-            of_experts(trainer.optimizer), count(args, state, control, **kwargs)
-        )[1]  # fmt: skip
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            trainer.train()
-        records = [record for record in trainer.state.log_history if "gsnr_k" in record]
-        assert [record["step"] for record in records] == [1, 2, 3]
-        assert not [name for record in records for name in record if name.startswith("noise")]
-        assert (
-            len([one for one in caught if "logs no noise_scale: the noise scale of a model" in str(one.message)]) == 1
-        )
+def test_experts_on_two_ranks_are_logged_without_a_noise_scale(outcome: Outcome) -> None:
+    found = outcome("logged", "experts")
+    assert not isinstance(found, str), found
+    log, messages = found
+    records = [record for record in log if "gsnr_k" in record]
+    assert [record["step"] for record in records] == [1, 2, 3]
+    assert {record["gsnr_k"] for record in records} == {4}
+    assert not [name for record in records for name in record if name.startswith("noise")]
+    assert len(messages) == 1
+    assert "GSNRCallback logs no noise_scale: the noise scale of a model with an expert-parallel" in messages[0]
 
 
 def test_trainer_as_it_is_needs_one_changed_line(tmp_path: Path) -> None:
