@@ -27,6 +27,7 @@ help:
 	@echo 'make test-full  all tests, the slow ones too'
 	@echo 'make lint    ruff and mypy; shellcheck, hadolint and the compose schema on docker/ and scripts/'
 	@echo 'make format  let ruff rewrite what it can'
+	@echo 'make docs    the site, API from docstrings included -> out/site/index.html'
 	@echo 'make package  sdist and wheel, installed into a fresh environment and run there (package-full: with all dependencies)'
 	@echo 'make bench   measure collectives, kernels and training steps on all GPUs -> out/benchmarks'
 	@echo 'make results-small  test the claims of the paper, small sizes, CPU, minutes -> docs/RESULTS.md, docs/figures'
@@ -66,6 +67,15 @@ lint: $(STAMP)
 format: $(STAMP)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+# The site's tools are installed by the first `make docs`, and not by `make venv`.
+docs: $(VENV)/.installed-docs
+	$(BIN)/python scripts/site_pages.py out/site-pages
+	$(BIN)/zensical build --clean --strict
+
+$(VENV)/.installed-docs: $(STAMP)
+	$(BIN)/python -m pip install $(addprefix -c ,$(CONSTRAINTS)) zensical mkdocstrings-python
+	@touch $@
 
 # To install all dependencies takes minutes: package lends the fresh environment those of .venv.
 package: $(STAMP)
