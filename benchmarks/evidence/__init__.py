@@ -4,6 +4,7 @@
 NAMES: tuple[str, ...] = (
     "linear",
     "meter",
+    "gap",
     "dlrm",
     "bert",
 )

@@ -65,10 +65,9 @@ class Bank:
     def ordered(self, order: Tensor) -> Bank:
         """Some of the examples, in the order of their numbers in ``order``, on the host."""
         device = self.labels.device
-        starts, of_tokens = _gathered(self.starts, order)
-        masked_starts, of_masked = _gathered(self.masked_starts, order)
-        moved = torch.repeat_interleave((starts[:-1] - self.starts[order]).to(device), masked_starts.diff().to(device))
-        of_tokens, of_masked = of_tokens.to(device), of_masked.to(device)
+        starts, of_tokens = _gathered(self.starts, order, device)
+        masked_starts, of_masked = _gathered(self.masked_starts, order, device)
+        moved = _repeated(starts[:-1] - self.starts[order], masked_starts, device)
         return Bank(
             {name: tensor[of_tokens] for name, tensor in self.tokens.items()},
             self.masked[of_masked] + moved,
@@ -92,11 +91,16 @@ class Bank:
         }
 
 
-def _gathered(starts: Tensor, order: Tensor) -> tuple[Tensor, Tensor]:
-    """New starts, and for every new place the old one, of segments that are put into another order."""
-    lengths = starts.diff()[order]
-    moved = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
-    return moved, torch.repeat_interleave(starts[:-1][order] - moved[:-1], lengths) + torch.arange(int(moved[-1]))
+def _gathered(starts: Tensor, order: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
+    """New starts, and on the device for every new place the old one, of segments that are put into another order."""
+    new = torch.nn.functional.pad(starts.diff()[order].cumsum(0), (1, 0))
+    return new, _repeated(starts[:-1][order] - new[:-1], new, device) + torch.arange(int(new[-1]), device=device)
+
+
+def _repeated(values: Tensor, starts: Tensor, device: torch.device) -> Tensor:
+    """The value of each segment at each of its places; computed on the device, where there are millions of them."""
+    lengths = starts.diff().to(device)
+    return torch.repeat_interleave(values.to(device), lengths, output_size=int(starts[-1]))
 
 
 @dataclass(frozen=True)
