@@ -7,6 +7,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
+from math import isnan
 from typing import TYPE_CHECKING
 
 import torch
@@ -45,6 +46,7 @@ SGD, VRSGD, VRSGD_MLPS = "SGD", "VRSGD", "VRSGD, MLPs only"
 LOGISTIC = "Adam, logistic regression"  # for comparison
 GAMMA, GSNR_EPS = 0.1, 1e-6  # the optimizer's defaults
 SEEDS = (0, 1, 2)
+CHANCE = 0.5  # AUC
 
 
 @dataclass(frozen=True)
@@ -127,8 +129,9 @@ def measure(setting: Setting) -> Row:
     chosen_by, reported = score(logits[:middle], labels[:middle]), score(logits[middle:], labels[middle:])
     row = {
         "steps": steps,
-        "validation_auc": chosen_by.auc,
-        "test_auc": reported.auc,
+        # A model that has come apart ranks nothing.
+        "validation_auc": CHANCE if isnan(chosen_by.auc) else chosen_by.auc,
+        "test_auc": CHANCE if isnan(reported.auc) else reported.auc,
         "test_loss": reported.loss,
         "base_loss": reported.base_loss,
     }

@@ -44,6 +44,12 @@ def test_every_contender_learns(optimizer: str, rate: float, least: float) -> No
     assert ("table_ratio" in row) == (optimizer == dlrm.VRSGD)
 
 
+def test_a_run_that_comes_apart_is_at_chance() -> None:
+    row = dlrm.measure(replace(SMALLEST, optimizer=dlrm.SGD, rate=1e30))
+    assert np.isnan(row["test_loss"])
+    assert row["validation_auc"] == row["test_auc"] == 0.5
+
+
 def test_a_setting_repeats_itself_and_a_seed_changes_it() -> None:
     setting = replace(SMALLEST, optimizer=dlrm.VRSGD)
     assert dlrm.measure(setting) == dlrm.measure(setting) != dlrm.measure(replace(setting, seed=1))
