@@ -5,6 +5,7 @@ NAMES: tuple[str, ...] = (
     "linear",
     "meter",
     "gap",
+    "resnet",
     "dlrm",
     "bert",
 )

@@ -13,6 +13,7 @@ import torch
 from torch.nn import functional
 
 import ds_vrgd
+from benchmarks.evidence.resnet import update
 from ds_vrgd.training.errors import InputError, Interrupted, TrainingFailed
 from ds_vrgd.training.groups import parameter_groups
 from ds_vrgd.training.log import read_log
@@ -89,27 +90,18 @@ def all_runs(rank: int, folder: Path) -> list[float]:
 
 
 def plain(name: str) -> tuple[dict[str, torch.Tensor], list[float]]:
-    """The run of one process without DeepSpeed: weights, and the losses of the updates."""
+    """The experiment's loop, one process without DeepSpeed: weights, and the losses of the updates."""
     run, source = run_file(), InMemory(small_images(), torch.device("cpu"))
     model = make_network(run, source)
     optimizer = getattr(ds_vrgd, name)(parameter_groups(model), **OPTIMIZERS[name])
     order = Order(source.images, run.seed, run.global_batch, run.micro_batch)
     steps = run.steps(source.images)
     batches = source.training(order, order.places(0, steps, 0, 1))
-    chunks = run.global_batch // run.micro_batch
     losses = []
     for step in range(steps):
         for group in optimizer.param_groups:
             group["lr"] = run.lr_at(step, source.images, OPTIMIZERS[name]["lr"])
-        sum_of_losses = 0.0
-        for _ in range(chunks):
-            images, labels = next(batches)
-            loss = functional.cross_entropy(model(images), labels, label_smoothing=run.label_smoothing)
-            (loss / chunks).backward()
-            sum_of_losses += loss.item()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(sum_of_losses / chunks)
+        losses.append(float(update(model, optimizer, batches, run)))
     return dict(model.network.named_parameters()), losses
 
 

@@ -1,0 +1,76 @@
+"""The ResNet experiment: a run learns, its row is complete, and the tables say what the rows do."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from matplotlib.figure import Figure
+
+from benchmarks.evidence import resnet
+from benchmarks.evidence.resnet import Setting
+from benchmarks.evidence.resnet_report import PAPER, best, draw, tables
+from ds_vrgd.vision.source import InMemory
+from tests.vision.cases import small_images
+
+SETTING = Setting("vr_momentum", 16, 1.0, 3, 2, 8, 8.0, 40, 11)  # k = 8
+
+
+def test_the_largest_batch_comes_first_with_every_optimizer_and_each_setting_once() -> None:
+    full = resnet.settings("full")
+    assert len(full) == len(set(full)) == 8 * 6 * 5 * 3  # optimizers, batches, factors, seeds
+    assert {setting.optimizer for setting in full[:8]} == set(PAPER)
+    assert {setting.batch for setting in full[:32]} == {8192}
+    for setting in full + resnet.settings("small"):
+        assert setting.batch // setting.micro_batch >= 8
+        resnet.run_of(setting)
+
+
+def test_a_run_learns_and_its_row_is_complete() -> None:
+    data = InMemory(small_images(), torch.device("cpu"))
+    row = resnet.train(SETTING, data)
+    # Four classes that brightness tells apart: guessing is right once in four.
+    assert row["accuracy"] > 0.6
+    assert row["updates"] == 20  # 8 * 40 / 16
+    assert row["rate"] == pytest.approx(0.1414 * math.sqrt(16 / 256))
+    assert [epochs for epochs, _, _ in row["evaluations"]] == pytest.approx([1.2, 2.0, 3.2, 4.0, 5.2, 6.0, 7.2, 8.0])
+    assert row["evaluations"][-1][1:] == (row["loss"], row["accuracy"])
+
+
+def test_a_run_that_comes_apart_is_a_row() -> None:
+    row = resnet.train(
+        replace(SETTING, optimizer="momentum", factor=1e30), InMemory(small_images(), torch.device("cpu"))
+    )
+    assert not math.isfinite(row["loss"])
+    assert len(row["evaluations"]) < 8
+
+
+def rows() -> list[dict[str, Any]]:
+    accuracy = {(1.0, 0): 0.5, (1.0, 1): 0.7, (0.5, 0): 0.65, (0.5, 1): 0.8}
+    return [
+        {
+            **vars(replace(SETTING, optimizer=name, batch=512, factor=factor, seed=seed)),
+            "accuracy": value,
+            "evaluations": [(1.0, 2.0, value / 2), (2.0, 1.0, value)],
+        }
+        for name in ("vr_lars", "lars")
+        for (factor, seed), value in accuracy.items()
+    ]
+
+
+def test_the_rule_and_the_best_rate_are_told_apart() -> None:
+    text = "\n".join(tables(rows()))
+    assert "| LARS | 60.00 (50.00–70.00) [2]; paper 92.29 |" in text
+    assert "| VR-LARS | 72.50 (65.00–80.00) [2] at 0.5 of 2 |" in text
+    assert best([row for row in rows() if row["optimizer"] == "lars"])[0] == 0.5
+
+
+def test_the_figure_has_a_line_an_optimizer() -> None:
+    figure = Figure()
+    draw(figure, rows())
+    batch, epoch = figure.axes
+    assert [line.get_label() for line in batch.get_lines()] == ["VR-LARS", "LARS"]
+    assert epoch.get_lines()[0].get_ydata() == pytest.approx([30.0, 60.0])
