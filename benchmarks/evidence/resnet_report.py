@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 NAMES = {"momentum": "Momentum", "adam": "Adam", "lamb": "LAMB", "lars": "LARS"}
 # Table 5: test accuracy on CIFAR-10 in per cent, at batches 256, 512, 1k, 2k, 4k, 8k.
+PAPER_DEPTH = 56
 PAPER_BATCHES = (256, 512, 1024, 2048, 4096, 8192)
 PAPER = {
     "momentum": (93.68, 93.56, 93.17, 92.19, 17.40, 14.57),
@@ -49,7 +50,7 @@ def best(rows: Sequence[Row]) -> tuple[float, list[Row]]:
 
 def tables(rows: Sequence[Row]) -> list[str]:
     """By the square-root rule, and each at its own best rate; the paper's beside them."""
-    batches = sorted({row["batch"] for row in rows})
+    shape, batches = rows[0], sorted({row["batch"] for row in rows})
     by = grouped(rows, "optimizer", "batch")
     rule, tuned = [], []
     for name in ORDER:
@@ -64,16 +65,22 @@ def tables(rows: Sequence[Row]) -> list[str]:
                 own.append(f"{_cell(members)} at {factor:g} of {tried}")
             else:
                 own.append("")
-        paper = [str(PAPER[name][PAPER_BATCHES.index(b)]) if b in PAPER_BATCHES else "" for b in batches]
-        rule.append([title(name), *(f"{cell}; paper {p}" if p else cell for cell, p in zip(line, paper, strict=True))])
+        rule.append([title(name), *line])
+        if shape["depth"] == PAPER_DEPTH:
+            figures = dict(zip(PAPER_BATCHES, PAPER[name], strict=True))
+            rule.append([f"{title(name)}, paper", *(f"{figures[b]:.2f}" if b in figures else "" for b in batches)])
         tuned.append([title(name), *own])
-    shape = rows[0]
-    return [
+    lines = [
         f"Held-out accuracy in per cent, ResNet-{shape['depth']}, {shape['epochs']:g} epochs of {shape['images']:,} "
         f"images, {shape['held_out']:,} held out; median (least–largest) over seeds, with how many. Rate by the "
-        "square-root rule from batch 256; the paper's figures are CIFAR-10's.",
+        "square-root rule from batch 256. (The paper's figures, beside those of its network, are CIFAR-10's.)",
         "",
         *table(["batch", *map(str, batches)], rule),
+    ]
+    if {row["factor"] for row in rows} == {1.0}:
+        return lines
+    return [
+        *lines,
         "",
         "The same, each at the best of the factors of that rate that were tried (chosen on the held-out images): the "
         "factor, and of how many.",

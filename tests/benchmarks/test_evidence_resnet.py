@@ -52,7 +52,7 @@ def rows() -> list[dict[str, Any]]:
     accuracy = {(1.0, 0): 0.5, (1.0, 1): 0.7, (0.5, 0): 0.65, (0.5, 1): 0.8}
     return [
         {
-            **vars(replace(SETTING, optimizer=name, batch=512, factor=factor, seed=seed)),
+            **vars(replace(SETTING, depth=56, optimizer=name, batch=512, factor=factor, seed=seed)),
             "accuracy": value,
             "evaluations": [(1.0, 2.0, value / 2), (2.0, 1.0, value)],
         }
@@ -63,8 +63,12 @@ def rows() -> list[dict[str, Any]]:
 
 def test_the_rule_and_the_best_rate_are_told_apart() -> None:
     text = "\n".join(tables(rows()))
-    assert "| LARS | 60.00 (50.00–70.00) [2]; paper 92.29 |" in text
+    assert "| LARS | 60.00 (50.00–70.00) [2] |" in text
+    assert "| LARS, paper | 92.29 |" in text
     assert "| VR-LARS | 72.50 (65.00–80.00) [2] at 0.5 of 2 |" in text
+    by_rule_alone = [{**row, "depth": 8} for row in rows() if row["factor"] == 1.0]
+    assert "at 1 of" not in (toy := "\n".join(tables(by_rule_alone)))
+    assert "paper |" not in toy  # of another network
     assert best([row for row in rows() if row["optimizer"] == "lars"])[0] == 0.5
 
 
