@@ -154,7 +154,15 @@ def noise_scale(engine_or_optimizer: Any, chunk_size: float | None = None) -> fl
     Over all layers whose gamma is below 1. One step's estimate is itself noisy, and is infinite or negative where
     the mean is lost in the noise: ``ds_vrgd.NoiseScaleMeter`` averages over steps and gives an interval.
 
-    Args and errors are those of :func:`gradient_noise`.
+    Args:
+        engine_or_optimizer: a DeepSpeed engine, or one of our optimizers, or what wraps it.
+        chunk_size: samples in one micro-batch on one rank; a DeepSpeed engine knows it.
+
+    Raises:
+        TypeError: there is no optimizer of ours inside.
+        ValueError: the size of a chunk is not known, or not positive.
+        NoiseScaleUnknown: experts are spread over ranks.
+        RuntimeError: nothing was measured yet, or ``gamma=1``.
     """
     noise = gradient_noise(engine_or_optimizer, chunk_size)
     return float(noise.trace.sum() / noise.signal.sum())
