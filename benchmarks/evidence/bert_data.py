@@ -146,7 +146,8 @@ def material_of(data: PreparedData, sequence_length: int, examples: int, held_ou
     phase = _phase(sequence_length, examples)
     workers = min(8, (os.cpu_count() or 1) // 2) if examples > 16 * _BLOCK else 0
     blocks = training_batches(MicroBatches(builders["train"], _SEED, 0, phase), RankOrder(phase, 0, 0, 1), workers)
-    bank = Bank.of(list(blocks), device)
+    # Copies: what a loader's process sends is shared memory, and an open file as long as it lives.
+    bank = Bank.of([{name: tensor.clone() for name, tensor in block.items()} for block in blocks], device)
     batches = list(evaluation_batches(builders["held_out"], held_out, HELD_OUT_BATCH, 0, 1))
     unigram = unigram_log_probabilities(data.unigram_counts)
     found = torch.cat([batch["labels"] for batch in batches])
