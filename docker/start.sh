@@ -30,6 +30,9 @@ if [[ -z $output ]]; then
   exit 2
 fi
 
+stopped=
+trap 'exit 75' TERM # bash waits for the check to end first
+
 # A port of its own: the other nodes may be through with one rendezvous before this one has closed it.
 torchrun --master-port "$((${PET_MASTER_PORT:-29500} + 1))" -m ds_vrgd.cli \
   doctor --cluster --output "$output" --free "${DS_VRGD_FREE_GB:-1}"
@@ -38,6 +41,7 @@ torchrun --master-port "$((${PET_MASTER_PORT:-29500} + 1))" -m ds_vrgd.cli \
 # shellcheck disable=SC2317,SC2329  # the trap calls it
 pass_on() {
   local status pid
+  stopped=1
   for status in $(grep -l "^PPid:[[:space:]]*$launcher\$" /proc/[0-9]*/status 2>/dev/null || true); do
     pid=${status#/proc/}
     kill -TERM "${pid%/status}" 2>/dev/null || true
@@ -55,7 +59,8 @@ while kill -0 "$launcher" 2>/dev/null; do # the signal ended the wait, not the r
   wait "$launcher" || status=$?
 done
 
-if [[ $status == 0 && ! -e $output/result.json ]]; then
+# Ranks that have the signal before their first update die of it, and have nothing to save.
+if [[ ! -e $output/result.json && ($status == 0 || -n $stopped) ]]; then
   exit 75
 fi
 exit "$status"

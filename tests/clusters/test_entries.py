@@ -80,6 +80,14 @@ def test_slurm_queues_again_until_the_run_is_finished(cluster: Cluster) -> None:
     assert len(cluster.calls) == 2
 
 
+def test_slurm_queues_again_after_a_stop_before_the_first_update(cluster: Cluster) -> None:
+    cluster.command("srun", "exit 143")  # 128 + SIGTERM, which the ranks do not catch yet
+    command = ("bash", SLURM, "image.sif", "/shared", "train.py", f"--output={cluster.folder}")
+    assert cluster.run(*command, SLURM_JOB_ID="7") == 143
+    assert cluster.calls[-1] == "scontrol requeue 7"
+    assert not [call for call in cluster.calls if "train.py" in call]  # the check was stopped
+
+
 def test_slurm_leaves_a_failed_job_where_it_is(cluster: Cluster) -> None:
     cluster.command("srun", "exit 1")
     assert cluster.run("bash", SLURM, "registry#image:tag", "/shared", "train.py", "--output=/shared/x") == 1
