@@ -17,10 +17,11 @@ import ds_vrgd
 from ds_vrgd.doctor.chunks import SeenGradients, chunk_gradients, difference, norm_of
 from ds_vrgd.doctor.reference import DenseOptimizer
 from ds_vrgd.doctor.weights import master_weights, whole_weights
+from ds_vrgd.statistics import gradient_noise
 from ds_vrgd.zero import to_universal
 from tests.support.resuming import differences, whole_state
 from tests.support.sequence import make_sequence_model, sequence_batches
-from tests.support.trajectory import ARGUMENTS, DTYPES, relative_error
+from tests.support.trajectory import ARGUMENTS, DTYPES, noise_error, relative_error
 
 WORLD, STEPS = 4, 5
 
@@ -142,6 +143,7 @@ class Seen:
         of_distance: |theta - theta_ref| / |theta_ref - theta_0|.
         of_chunks: how far the sums over a sequence group's ranks are from the gradients of whole sequences.
         k, chunks: what the optimizer counted, and what there were.
+        of_noise: that of tr(Sigma) and |G|^2 at the first step (``noise_error``); None without GSNR.
     """
 
     of_weights: float
@@ -149,6 +151,7 @@ class Seen:
     of_chunks: float
     k: int | None
     chunks: int
+    of_noise: float | None
 
 
 def train(engine: Any, case: SequenceCase, step: int) -> None:
@@ -175,7 +178,7 @@ def run_case(case: SequenceCase, rank: int) -> Seen | None:
         case.optimizer, start, [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}], **case.hyper()
     )
     of_chunks = 0.0
-    k = None
+    k = of_noise = None
     for step in range(STEPS):
         with whole_weights(engine) as weights:
             plain.load_state_dict(weights, strict=False)
@@ -191,7 +194,10 @@ def run_case(case: SequenceCase, rank: int) -> Seen | None:
         of_chunks = max(of_chunks, difference(joined, whole))
         # The reference is given the very parts: half precision rounds each. Stage 3 alone divides by all ranks.
         share = case.size if case.stage == 3 else 1
-        reference.step([{n: grad / share for n, grad in chunk.items()} for chunk in joined], clip=case.clip)
+        chunks = [{n: grad / share for n, grad in chunk.items()} for chunk in joined]
+        if step == 0 and k is not None:
+            of_noise = noise_error(gradient_noise(engine), chunks, engine.train_micro_batch_size_per_gpu())
+        reference.step(chunks, clip=case.clip)
     assert (engine.global_steps, engine.skipped_steps) == (STEPS, 0)
     masters = master_weights(engine)
     engine.destroy()
@@ -200,7 +206,7 @@ def run_case(case: SequenceCase, rank: int) -> Seen | None:
     error = relative_error(masters, reference)
     moved = norm_of([reference.params[name] - start[name] for name in start])
     moved /= norm_of(list(reference.params.values()))
-    return Seen(error, error / moved, of_chunks, k, case.accumulation * WORLD // case.size)
+    return Seen(error, error / moved, of_chunks, k, case.accumulation * WORLD // case.size, of_noise)
 
 
 def join(parts: list[dict[str, Tensor]], case: SequenceCase) -> list[dict[str, Tensor]]:

@@ -8,6 +8,7 @@ import pytest
 
 from tests.support.ranks import run_on_ranks
 from tests.zero.sequence_cases import REFUSED, WORLD, Seen, SequenceCase, all_others, few, quick, run_cases
+from tests.zero.test_exactness import OF_NOISE
 
 #: As in docs/EXACTNESS.md; in half precision the norm that DeepSpeed clips by is of its own rounded mean.
 BOUND, BOUND_OF_ROUNDED_NORM = 8e-7, 5e-3
@@ -33,6 +34,8 @@ def check(case: SequenceCase, seen: Any) -> None:
     assert rounded_norm or seen.of_weights <= BOUND
     assert seen.of_chunks <= ROUNDING[case.dtype]
     assert seen.k == (None if case.hyper().get("gamma") == 1.0 else seen.chunks)
+    assert (seen.of_noise is None) == (seen.k is None)
+    assert seen.of_noise is None or seen.of_noise <= OF_NOISE
 
 
 @pytest.mark.parametrize("case", few(), ids=SequenceCase.name)
