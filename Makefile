@@ -48,7 +48,7 @@ $(STAMP): pyproject.toml $(CONSTRAINTS)
 
 demo: $(STAMP)
 	$(CPU) LOCAL_SIZE=2 $(BIN)/deepspeed --log_level warning --num_gpus 2 scripts/pretrain_bert.py \
-	  --deepspeed_config configs/ds_vrgd.json --run configs/demo.yaml --output $(DEMO_OUT)
+	  --deepspeed_config configs/ds_vrgd.json --run configs/demo.yaml --output $(DEMO_OUT) --resume auto
 
 test: $(STAMP)
 	$(CPU) $(BIN)/python -m pytest -m 'not slow' $(PYTEST_ARGS)
