@@ -138,6 +138,26 @@ def test_a_stopped_run_goes_on_as_if_it_had_not_been(runs: tuple[Path, list[list
     assert [step for step, _, _ in updates("stopped")] == [1, 2, 3, 4, 5, 6]
 
 
+def go_on(rank: int, folder: Path) -> None:
+    source = small_images()
+    with patch.object(module, "open_source", lambda data, device: InMemory(source, device)):
+        resumed = folder / "VRMomentum" / "checkpoints"
+        train(run_file(), config("VRMomentum"), folder / "half", resumed / "step-000004")
+        train(run_file(), config("VRMomentum"), folder / "end", resumed)  # nothing left but to evaluate
+
+
+@pytest.mark.slow
+def test_one_rank_goes_on_from_two(runs: tuple[Path, list[list[float]]]) -> None:
+    folder, _ = runs
+    run_on_ranks(1, go_on, folder)
+    logs = {name: read_log(folder / name) for name in ("VRMomentum", "half", "end")}
+    losses = {name: [each["loss"] for each in log if "loss" in each] for name, log in logs.items()}
+    assert losses["half"] == pytest.approx(losses["VRMomentum"][4:], rel=1e-4)
+    # BatchNorm's running statistics came along: without them the accuracy would be chance.
+    for name in ("held_out_loss", "held_out_accuracy"):
+        assert logs["end"][-1][name] == pytest.approx(logs["VRMomentum"][-1][name], rel=1e-5)
+
+
 def test_what_a_run_leaves(runs: tuple[Path, list[list[float]]]) -> None:
     folder = runs[0] / "VRMomentum"
     tags = sorted(path.name for path in (folder / "checkpoints").glob("step-*"))
