@@ -63,6 +63,9 @@ lint: $(STAMP)
 	$(BIN)/shellcheck .ci/run docker/*.sh $(wildcard scripts/*.sh scripts/*.sbatch)
 	$(BIN)/hadolint docker/Dockerfile docker/Dockerfile.cpu
 	$(BIN)/check-jsonschema --builtin-schema vendor.compose-spec docker/compose.yaml
+	$(BIN)/check-jsonschema --builtin-schema vendor.citation-file-format CITATION.cff
+	$(BIN)/check-jsonschema --builtin-schema vendor.github-issue-forms .github/ISSUE_TEMPLATE/bug.yml .github/ISSUE_TEMPLATE/wish.yml
+	$(BIN)/check-jsonschema --builtin-schema vendor.github-issue-config .github/ISSUE_TEMPLATE/config.yml
 
 format: $(STAMP)
 	$(BIN)/ruff check --fix .
