@@ -15,6 +15,8 @@ mkdir -p "$target/away"
 "$python" -m build --outdir "$target/dist" . > "$target/build.log" 2>&1 || { cat "$target/build.log" >&2; exit 1; }
 wheel=$(echo "$target"/dist/ds_vrgd-*.whl)
 
+# What it names, pip would take for installed.
+unset PYTHONPATH
 "$python" -m venv "$target/venv"
 new=$target/venv/bin
 if [ "${1:-}" = --full ]; then
@@ -28,7 +30,6 @@ fi
 
 cp -R configs "$target/away"
 cd "$target/away"
-unset PYTHONPATH
 export PATH=$new:$PATH DS_ACCELERATOR=cpu OMP_NUM_THREADS=1
 python - "$target/venv" <<'PROGRAM'
 import sys, pathlib, ds_vrgd
