@@ -71,6 +71,10 @@ class OneShard:
         """The mean, as in fused mode."""
         return self._moments.total, torch.ones(())
 
+    def unit(self, k: int) -> float:
+        """The moments are those of the chunks' own losses."""
+        return 1.0
+
     def after_step(self) -> None:
         """The next window is like this one."""
         self.window += 1
