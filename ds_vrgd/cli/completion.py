@@ -27,11 +27,8 @@ def run(options: argparse.Namespace) -> int:
     need("completion", "shtab")
     import shtab
 
-    from ds_vrgd.cli.main import build_parser
-
-    parser = build_parser()
-    complete_files(parser)
-    print(shtab.complete(parser, shell=options.shell))
+    complete_files(options.program)
+    print(shtab.complete(options.program, shell=options.shell))
     return 0
 
 

@@ -11,7 +11,7 @@ from ds_vrgd.cli import completion, doctor, plan, plot, suggest, to_universal
 from ds_vrgd.extras import MissingExtra
 
 #: ``add_parser`` of every subcommand. It adds its parser, whose default ``run`` takes the options and returns the exit
-#: status. What is slow to import is imported by ``run``.
+#: status; ``program`` among the options is the whole parser. What is slow to import is imported by ``run``.
 COMMANDS: tuple[Callable[[argparse._SubParsersAction[argparse.ArgumentParser]], None], ...] = (
     doctor.add_parser,
     plan.add_parser,
@@ -46,6 +46,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"ds_vrgd {ds_vrgd.__version__}")
     parser.add_argument("--local_rank", help=argparse.SUPPRESS)  # DeepSpeed's launcher puts it first
+    parser.set_defaults(program=parser)
     subparsers = parser.add_subparsers(required=True, metavar="COMMAND")
     for add_parser in COMMANDS:
         add_parser(subparsers)
