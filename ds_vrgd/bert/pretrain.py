@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import time
 from collections.abc import Iterator, Sequence
@@ -10,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-import deepspeed
 import deepspeed.comm as dist
 import numpy as np
 import torch
@@ -29,12 +27,12 @@ from ds_vrgd.training import checkpoint
 from ds_vrgd.training.errors import Interrupted, TrainingFailed
 from ds_vrgd.training.groups import parameter_groups
 from ds_vrgd.training.launch import fill_deepspeed_config
-from ds_vrgd.training.log import RunLog, gsnr_record
-from ds_vrgd.training.output import AUTO, check_output, finish
+from ds_vrgd.training.log import RunLog
+from ds_vrgd.training.output import finish
 from ds_vrgd.training.plot import plot
 from ds_vrgd.training.preemption import StopRequest
 from ds_vrgd.training.ranks import Ranks
-from ds_vrgd.training.resharding import fitting
+from ds_vrgd.training.start import begin
 from ds_vrgd.zero import set_batch_sizes
 
 _DROPOUT = 3  # first entry of a seed, beside those of ds_vrgd.bert.stream
@@ -105,9 +103,7 @@ class Training:
                     "sequences_per_second": speed,
                     "skipped": skipped > 0,
                 }
-                gsnr = gsnr_record(self.engine)
-                self.log.update(record if gsnr is None else {**record, "gsnr": gsnr})
-                self.log.layers(total, sum(self.run.phase_steps), self.engine)
+                self.log.made(record, self.engine, sum(self.run.phase_steps))
             bar.set_postfix(loss=f"{sum(losses):.3f}", lr=f"{lr:.2e}", seq_s=f"{speed:.0f}", refresh=False)
             bar.update()
             if stop or step + 1 == phase.steps or total % self.run.checkpoint_every == 0:
@@ -187,10 +183,7 @@ class Training:
 def pretrain(
     run: RunFile, deepspeed_config: dict[str, Any], output: Path, resume: Path | Literal["auto"] | None
 ) -> str:
-    """Run (or go on with) a pre-training run. Collective; torch.distributed is initialised.
-
-    ``resume`` is where a checkpoint is looked for. ``"auto"`` is the output, and no checkpoint there is no error: the
-    run begins, so that the same command serves the first start and every later one.
+    """Run (or go on with) a pre-training run, see ``start.begin``. Collective; torch.distributed is initialised.
 
     Returns:
         The line that sums the run up.
@@ -200,16 +193,11 @@ def pretrain(
         TrainingFailed: the run came apart, or a checkpoint could not be written.
         Interrupted: SIGTERM came, and all ranks have saved.
     """
-    ranks = Ranks()
-    finished = ranks.on_rank_zero(lambda: check_output(run, output, resume))
-    if finished is not None:
-        return finished
-    ranks.on_rank_zero(lambda: checkpoint.tidy(output))
-    resumption = None if resume is None else ranks.on_rank_zero(lambda: _find(output, resume))
-    if resumption:
-        checkpoint.verify(resumption, ranks)
-    step = resumption.step if resumption else 0
-    phase_index, phase_step = phase_of_step(step, run.phase_steps)
+    start = begin(run, output, resume)
+    if start.finished is not None:
+        return start.finished
+    ranks = start.ranks
+    phase_index, phase_step = phase_of_step(start.step, run.phase_steps)
     first = min(phase_index, len(run.phases) - 1)
     config = ranks.on_rank_zero(lambda: fill_deepspeed_config(deepspeed_config, run.batches, first, ranks.size, output))
 
@@ -218,19 +206,15 @@ def pretrain(
     verify_prepared(run, data_folder, ranks)
     data = open_prepared(run, data_folder)
     description = describe(run, data.vocabulary_sha256, data.sha256, ranks.size, config)
-    if resumption:
-        ranks.on_rank_zero(lambda: checkpoint.check(resumption, description))
+    start.check(description)
 
     torch.manual_seed(_seed(run.seed))
     config_of_model = bert_config(run.model, len(data.tokenizer))
     model = PretrainingModel(config_of_model, activation_checkpointing=run.activation_checkpointing)
     if run.compile:
         model.compile_layers()
-    with contextlib.nullcontext() if resumption is None else fitting(resumption, ranks, output, config) as source:
-        engine, *_ = deepspeed.initialize(model=model, model_parameters=parameter_groups(model), config=config)
-        if source:
-            checkpoint.load(engine, source)
-    log = RunLog(output, step, engine.monitor, _MONITORED) if dist.get_rank() == 0 else None
+    engine = start.engine(model, parameter_groups(model), config)
+    log = RunLog(output, start.step, engine.monitor, _MONITORED) if dist.get_rank() == 0 else None
     evaluation = None
     with StopRequest() as stop:
         training = Training(run, data, engine, ranks, stop, output, description, log)
@@ -244,10 +228,6 @@ def pretrain(
         plot(output)
         finish(run, output, line)
     return line
-
-
-def _find(output: Path, resume: Path | Literal["auto"]) -> checkpoint.Resumption | None:
-    return checkpoint.find_last(output) if resume == AUTO else checkpoint.find(resume)
 
 
 def _prepare(run: RunFile, folder: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import time
 from collections.abc import Iterator
@@ -10,7 +9,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-import deepspeed
 import deepspeed.comm as dist
 import torch
 from torch import Tensor
@@ -27,11 +25,11 @@ from ds_vrgd.training import checkpoint
 from ds_vrgd.training.errors import InputError, Interrupted, TrainingFailed
 from ds_vrgd.training.files import write_binary
 from ds_vrgd.training.launch import fill_deepspeed_config
-from ds_vrgd.training.log import RunLog, gsnr_record
-from ds_vrgd.training.output import AUTO, check_output, finish, whole_state
+from ds_vrgd.training.log import RunLog
+from ds_vrgd.training.output import finish, whole_state
 from ds_vrgd.training.preemption import StopRequest
 from ds_vrgd.training.ranks import Ranks
-from ds_vrgd.training.resharding import fitting
+from ds_vrgd.training.start import begin
 
 #: What the monitors get of an update's record.
 MONITORED = ("loss", "lr", "rows_per_second")
@@ -80,9 +78,7 @@ class Training:
                     "rows_per_second": speed,
                     "skipped": bool(getattr(self.engine.optimizer, "overflow", False)),
                 }
-                gsnr = gsnr_record(self.engine)
-                self.log.update(record if gsnr is None else {**record, "gsnr": gsnr})
-                self.log.layers(done, self.steps, self.engine)
+                self.log.made(record, self.engine, self.steps)
             bar.set_postfix(loss=f"{loss:.4f}", lr=f"{lr:.2e}", rows_s=f"{speed:.0f}", refresh=False)
             bar.update()
             if stop or done == self.steps or done % run.checkpoint_every == 0:
@@ -144,9 +140,7 @@ class Training:
 
 
 def train(run: RunFile, deepspeed_config: dict[str, Any], output: Path, resume: Path | Literal["auto"] | None) -> str:
-    """Run (or go on with) a DLRM run. Collective; torch.distributed is initialised.
-
-    ``resume`` is where a checkpoint is looked for; ``"auto"`` is the output, and no checkpoint there is no error.
+    """Run (or go on with) a DLRM run, see ``start.begin``. Collective; torch.distributed is initialised.
 
     Returns:
         The line that sums the run up.
@@ -157,15 +151,10 @@ def train(run: RunFile, deepspeed_config: dict[str, Any], output: Path, resume: 
         TrainingFailed: the run came apart, or a checkpoint could not be written.
         Interrupted: SIGTERM came, and all ranks have saved.
     """
-    ranks = Ranks()
-    finished = ranks.on_rank_zero(lambda: check_output(run, output, resume))
-    if finished is not None:
-        return finished
-    ranks.on_rank_zero(lambda: checkpoint.tidy(output))
-    resumption = None if resume is None else ranks.on_rank_zero(lambda: _find(output, resume))
-    if resumption:
-        checkpoint.verify(resumption, ranks)
-    first_step = resumption.step if resumption else 0
+    start = begin(run, output, resume)
+    if start.finished is not None:
+        return start.finished
+    ranks = start.ranks
     config = ranks.on_rank_zero(lambda: fill_deepspeed_config(deepspeed_config, [run.batches], 0, ranks.size, output))
 
     folder = run.prepared_data or output / "data"
@@ -174,29 +163,21 @@ def train(run: RunFile, deepspeed_config: dict[str, Any], output: Path, resume: 
     data = open_prepared(folder)
     steps = ranks.on_rank_zero(lambda: _steps(run, data))
     description = _describe(run, data, steps, ranks.size, config)
-    if resumption:
-        ranks.on_rank_zero(lambda: checkpoint.check(resumption, description))
+    start.check(description)
 
     torch.manual_seed(run.seed)
     model = DLRM(data.table_sizes, run.model.embedding_dim, run.model.bottom_mlp, run.model.top_mlp)
-    with contextlib.nullcontext() if resumption is None else fitting(resumption, ranks, output, config) as source:
-        engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
-        if source:
-            checkpoint.load(engine, source)
-    log = RunLog(output, first_step, engine.monitor, MONITORED) if ranks.rank == 0 else None
+    engine = start.engine(model, model.parameters(), config)
+    log = RunLog(output, start.step, engine.monitor, MONITORED) if ranks.rank == 0 else None
     with StopRequest() as stop:
         training = Training(run, data, steps, engine, ranks, stop, output, description, log)
-        scores = training.train(first_step) or training.evaluate(steps)
+        scores = training.train(start.step) or training.evaluate(steps)
     state = whole_state(engine, engine.module)
     line = f"held-out AUC {scores.auc:.4f}, log loss {scores.loss:.4f} (of the click rate alone {scores.base_loss:.4f})"
     if ranks.rank == 0:
         write_binary(output / "model.pt", lambda file: torch.save(state, file))
         finish(run, output, line)
     return line
-
-
-def _find(output: Path, resume: Path | Literal["auto"]) -> checkpoint.Resumption | None:
-    return checkpoint.find_last(output) if resume == AUTO else checkpoint.find(resume)
 
 
 def _steps(run: RunFile, data: PreparedClicks) -> int:

@@ -2,7 +2,8 @@
 
 from ds_vrgd.optim.adam import VRAdam, VRAdamW
 from ds_vrgd.optim.alive import unused_over
-from ds_vrgd.optim.base import VROptimizer, allocate_state_only
+from ds_vrgd.optim.allocation import allocate_state_only
+from ds_vrgd.optim.base import VROptimizer
 from ds_vrgd.optim.lamb import LAMB, VRLAMB
 from ds_vrgd.optim.lars import LARS, VRLARS
 from ds_vrgd.optim.sgd import VRSGD, VRMomentum

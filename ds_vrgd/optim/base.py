@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -12,7 +11,7 @@ from torch import Tensor
 
 from ds_vrgd import gsnr, kernels
 from ds_vrgd.moments import LayerTable, Moments
-from ds_vrgd.optim import alive, arguments, nonfinite, world
+from ds_vrgd.optim import alive, allocation, arguments, nonfinite, world
 from ds_vrgd.optim.average import KEY as AVERAGE
 from ds_vrgd.optim.average import averaged, dtype_of_average
 from ds_vrgd.optim.plain import PlainObserver
@@ -28,23 +27,6 @@ if TYPE_CHECKING:
     from ds_vrgd.kernels.records import Source
 
 FEW_CHUNKS = 8
-
-_allocating = False
-
-
-@contextmanager
-def allocate_state_only() -> Iterator[None]:
-    """Make ``step()`` create missing state and update nothing.
-
-    For wrappers that call ``step()`` with zero gradients while they are built: a real step there would
-    count, and decay the weights.
-    """
-    global _allocating
-    before, _allocating = _allocating, True
-    try:
-        yield
-    finally:
-        _allocating = before
 
 
 class VROptimizer(LayerSums, torch.optim.Optimizer):
@@ -188,7 +170,7 @@ class VROptimizer(LayerSums, torch.optim.Optimizer):
         ]
         for shard in shards:
             self._ensure_state(shard)
-        if _allocating or not shards or self._skips(shards):
+        if allocation.state_only or not shards or self._skips(shards):
             return
         reduced = [shard for shard in shards if shard.group["gamma"] < 1.0]
         plain = [shard for shard in shards if shard.group["gamma"] == 1.0]

@@ -67,7 +67,19 @@ class RunLog:
         write_text(self._path, "".join(json.dumps(record) + "\n" for record in kept))
         self._file = self._path.open("a", encoding="utf-8", buffering=1)
 
-    def update(self, record: dict[str, Any]) -> None:
+    def made(self, record: Record, engine: Any, steps: int) -> None:
+        """Record the update that ``engine`` has just made, with what was measured in it; its layers, too, now and then.
+
+        Args:
+            record: the rest of it; ``record["step"]`` counts the updates done.
+            engine: what has made it.
+            steps: all updates of the run.
+        """
+        gsnr = gsnr_record(engine)
+        self.update(record if gsnr is None else {**record, "gsnr": gsnr})
+        self.layers(record["step"], steps, engine)
+
+    def update(self, record: Record) -> None:
         """Record one update; ``record["step"]`` counts the updates done."""
         self._write(record)
         events = [(f"Train/{name}", record[name]) for name in self._monitored]

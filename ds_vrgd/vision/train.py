@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import time
@@ -11,7 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-import deepspeed
 import deepspeed.comm as dist
 import torch
 from deepspeed.accelerator import get_accelerator
@@ -23,11 +21,11 @@ from ds_vrgd.training.errors import InputError, Interrupted, TrainingFailed
 from ds_vrgd.training.files import write_binary
 from ds_vrgd.training.groups import parameter_groups
 from ds_vrgd.training.launch import fill_deepspeed_config
-from ds_vrgd.training.log import RunLog, gsnr_record
-from ds_vrgd.training.output import AUTO, check_output, finish, whole_state
+from ds_vrgd.training.log import RunLog
+from ds_vrgd.training.output import finish, whole_state
 from ds_vrgd.training.preemption import StopRequest
 from ds_vrgd.training.ranks import Ranks
-from ds_vrgd.training.resharding import fitting
+from ds_vrgd.training.start import begin
 from ds_vrgd.vision.network import Classifier, SmallResNet, average_statistics, resnet50
 from ds_vrgd.vision.order import Order
 from ds_vrgd.vision.runfile import RunFile, SmallNetwork
@@ -75,9 +73,7 @@ class Training:
             if self.log is not None:
                 record = {"step": step + 1, "epoch": (step + 1) * run.global_batch / images, "loss": loss}
                 record |= {"accuracy": accuracy, "lr": lr, "images_per_second": speed}
-                gsnr = gsnr_record(self.engine)
-                self.log.update(record if gsnr is None else {**record, "gsnr": gsnr})
-                self.log.layers(step + 1, steps, self.engine)
+                self.log.made(record, self.engine, steps)
             bar.set_postfix(loss=f"{loss:.3f}", lr=f"{lr:.2e}", images_s=f"{speed:.0f}", refresh=False)
             bar.update()
             saves = stop or step + 1 == steps or run.is_due(run.checkpoint_every, step + 1, images)
@@ -190,10 +186,7 @@ def describe(run: RunFile, data_sha256: str, ranks: int, config: dict[str, Any],
 
 
 def train(run: RunFile, deepspeed_config: dict[str, Any], output: Path, resume: Path | Literal["auto"] | None) -> str:
-    """Run (or go on with) a training run. Collective; torch.distributed is initialised.
-
-    ``resume`` is where a checkpoint is looked for. ``"auto"`` is the output, and no checkpoint there is no error: the
-    run begins, so that the same command serves the first start and every later one.
+    """Run (or go on with) a training run, see ``start.begin``. Collective; torch.distributed is initialised.
 
     Returns:
         The line that sums the run up.
@@ -203,33 +196,23 @@ def train(run: RunFile, deepspeed_config: dict[str, Any], output: Path, resume: 
         TrainingFailed: the run came apart, or a checkpoint could not be written.
         Interrupted: SIGTERM came, and all ranks have saved.
     """
-    ranks = Ranks()
-    finished = ranks.on_rank_zero(lambda: check_output(run, output, resume))
-    if finished is not None:
-        return finished
-    lr = _lr(deepspeed_config)
-    ranks.on_rank_zero(lambda: checkpoint.tidy(output))
-    resumption = None if resume is None else ranks.on_rank_zero(lambda: _find(output, resume))
-    if resumption:
-        checkpoint.verify(resumption, ranks)
-    step = resumption.step if resumption else 0
+    start = begin(run, output, resume)
+    if start.finished is not None:
+        return start.finished
+    ranks, lr = start.ranks, _lr(deepspeed_config)
     config = ranks.on_rank_zero(lambda: fill_deepspeed_config(deepspeed_config, run.batches, 0, ranks.size, output))
     device = torch.device(get_accelerator().current_device_name())
     ranks.on_rank_zero(lambda: _fetch(run, device))  # before the others look for it
     source = open_source(run.data, device)
     steps = run.steps(source.images)
     description = describe(run, source.sha256, ranks.size, config, steps)
-    if resumption:
-        ranks.on_rank_zero(lambda: checkpoint.check(resumption, description))
+    start.check(description)
     model = make_network(run, source)
-    with contextlib.nullcontext() if resumption is None else fitting(resumption, ranks, output, config) as found:
-        engine, *_ = deepspeed.initialize(model=model, model_parameters=parameter_groups(model), config=config)
-        if found:
-            checkpoint.load(engine, found)
-    log = RunLog(output, step, engine.monitor, MONITORED) if dist.get_rank() == 0 else None
+    engine = start.engine(model, parameter_groups(model), config)
+    log = RunLog(output, start.step, engine.monitor, MONITORED) if dist.get_rank() == 0 else None
     with StopRequest() as stop:
         training = Training(run, source, engine, ranks, stop, output, description, log, lr)
-        loss, accuracy = training.train(step)
+        loss, accuracy = training.train(start.step)
     state = whole_state(engine, engine.module.network)
     line = f"held-out accuracy {accuracy:.4f}, loss {loss:.4f}, after {steps} updates of {run.global_batch} images"
     if dist.get_rank() == 0:
@@ -258,7 +241,3 @@ def _lr(config: dict[str, Any]) -> float:
 
 def _fetch(run: RunFile, device: torch.device) -> None:
     open_source(run.data, device)
-
-
-def _find(output: Path, resume: Path | Literal["auto"]) -> checkpoint.Resumption | None:
-    return checkpoint.find_last(output) if resume == AUTO else checkpoint.find(resume)
