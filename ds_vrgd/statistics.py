@@ -129,6 +129,14 @@ def gradient_noise(engine_or_optimizer: Any, chunk_size: float | None = None) ->
         NoiseScaleUnknown: experts are spread over ranks.
         RuntimeError: nothing was measured yet, or ``gamma=1``.
     """
+    parts, k, chunk_size = _noise_parts(engine_or_optimizer, chunk_size)
+    square, variance = (torch.cat(column) for column in zip(*((p.square, p.variance) for p in parts), strict=True))
+    trace, signal = gsnr.noise_and_signal(square, variance, k, chunk_size)
+    return GradientNoise(tuple(name for part in parts for name in part.table.names), trace, signal)
+
+
+def _noise_parts(engine_or_optimizer: Any, chunk_size: float | None) -> tuple[list[LayerStatistics], int, float]:
+    """What was measured, k and the size of a chunk, checked as :func:`gradient_noise` says."""
     if chunk_size is None:
         micro_batch = getattr(engine_or_optimizer, "train_micro_batch_size_per_gpu", None)
         if micro_batch is None:
@@ -143,9 +151,7 @@ def gradient_noise(engine_or_optimizer: Any, chunk_size: float | None = None) ->
             "the noise scale of a model with an expert-parallel size above 1 is not known: each rank holds other "
             "experts, and no one the whole model. gsnr_stats() has the layers one by one"
         )
-    square, variance = (torch.cat(column) for column in zip(*((p.square, p.variance) for p in measured), strict=True))
-    trace, signal = gsnr.noise_and_signal(square, variance, measured[-1].k, chunk_size)
-    return GradientNoise(tuple(name for part in measured for name in part.table.names), trace, signal)
+    return measured, measured[-1].k, chunk_size
 
 
 def noise_scale(engine_or_optimizer: Any, chunk_size: float | None = None) -> float:
@@ -164,5 +170,7 @@ def noise_scale(engine_or_optimizer: Any, chunk_size: float | None = None) -> fl
         NoiseScaleUnknown: experts are spread over ranks.
         RuntimeError: nothing was measured yet, or ``gamma=1``.
     """
-    noise = gradient_noise(engine_or_optimizer, chunk_size)
-    return float(noise.trace.sum() / noise.signal.sum())
+    parts, k, chunk_size = _noise_parts(engine_or_optimizer, chunk_size)
+    square = torch.stack([part.square.sum() for part in parts]).sum()
+    variance = torch.stack([part.variance.sum() for part in parts]).sum()
+    return float(gsnr.noise_scale(square, variance, k, chunk_size))

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from ds_vrgd.bert.sources import DataSettings
 from ds_vrgd.bert.store import Chunks, Shard, Split, open_chunks
 from ds_vrgd.bert.tokenising import SPLITS, chunks_name, shard_name
 from ds_vrgd.bert.vocabulary import load_tokenizer, vocabulary_sha256
+from ds_vrgd.training import prepared
 from ds_vrgd.training.errors import InputError
 from ds_vrgd.training.manifest import first_fault
 from ds_vrgd.training.ranks import Ranks
@@ -55,13 +55,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     Raises:
         InputError: there is none, or one of another version.
     """
-    path = folder / "manifest.json"
-    if not path.is_file():
-        raise InputError(f"{folder} exists but holds no prepared data (no manifest.json); choose another prepared_data")
-    try:
-        manifest: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise InputError(f"{path} is damaged ({error}); remove {folder} and prepare the data again") from error
+    manifest = prepared.read_manifest(folder)
     if manifest.get("format") != FORMAT:
         raise InputError(
             f"{folder} was prepared by another version (format {manifest.get('format')}, not {FORMAT}); remove it and "
@@ -93,13 +87,7 @@ def check_settings(settings: DataSettings, folder: Path) -> None:
                 f"vocabulary.folder={given} holds another vocabulary (sha256 {found}) than the one that {folder} was "
                 f"prepared with ({manifest['vocabulary']['sha256']}); restore it, or choose another prepared_data"
             )
-    for file in manifest["source"]["files"]:
-        path = Path(file["path"])
-        if path.is_file() and path.stat().st_size != file["size"]:
-            raise InputError(
-                f"corpus: {path} has {path.stat().st_size} bytes, and had {file['size']} when {folder} was made of it; "
-                "restore it, or choose another prepared_data"
-            )
+    prepared.check_source("corpus", manifest["source"]["files"], folder)
 
 
 def verify_prepared(run: RunFile, folder: Path, ranks: Ranks) -> None:

@@ -24,7 +24,7 @@ from ds_vrgd.bert.saving import describe, save_model
 from ds_vrgd.bert.stream import MicroBatches, RankOrder, evaluation_batches, training_batches
 from ds_vrgd.schedules import phase_of_step
 from ds_vrgd.training import checkpoint
-from ds_vrgd.training.errors import Interrupted, TrainingFailed
+from ds_vrgd.training.errors import Interrupted, TrainingFailed, require_finite
 from ds_vrgd.training.groups import parameter_groups
 from ds_vrgd.training.launch import fill_deepspeed_config
 from ds_vrgd.training.log import RunLog
@@ -153,11 +153,8 @@ class Training:
         Raises:
             TrainingFailed: a loss is NaN or infinite, or too many updates in a row were skipped.
         """
-        if not all(math.isfinite(loss) for loss in losses):
-            raise TrainingFailed(
-                f"update {step}: the loss is {sum(losses)}; lower lr or lengthen the warm-up of this phase, and go on "
-                f"from the last checkpoint with --resume {self.output}"
-            )
+        way_out = f"and go on from the last checkpoint with --resume {self.output}"
+        require_finite(losses, step, f"lower lr or lengthen the warm-up of this phase, {way_out}")
         if skipped > _MOST_SKIPPED_UPDATES:
             raise TrainingFailed(
                 f"update {step}: {skipped} updates in a row were skipped because gradients overflowed; use bf16 "

@@ -7,7 +7,6 @@ bytes a row. Within a set (``train``, ``test``) rows are in random order.
 from __future__ import annotations
 
 import hashlib
-import json
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from torch import Tensor
 
 from ds_vrgd.clicks.criteo import CATEGORIES, DENSE
 from ds_vrgd.clicks.sources import Data
+from ds_vrgd.training import prepared
 from ds_vrgd.training.errors import InputError
 from ds_vrgd.training.manifest import first_fault
 from ds_vrgd.training.ranks import Ranks
@@ -107,15 +107,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     Raises:
         InputError: there is none, or one of another version.
     """
-    path = folder / "manifest.json"
-    try:
-        manifest: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise InputError(
-            f"{folder} exists but holds no prepared data (no manifest.json); choose another prepared_data"
-        ) from None
-    except ValueError as error:
-        raise InputError(f"{path} is damaged ({error}); remove {folder} and prepare the data again") from error
+    manifest = prepared.read_manifest(folder)
     if manifest.get("format") != FORMAT or "clicks" not in manifest:
         raise InputError(
             f"{folder} was not prepared by this version (no clicks of format {FORMAT}); remove it and prepare the data "
@@ -140,13 +132,7 @@ def check_settings(settings: Data, folder: Path) -> None:
                 f"data.{key}={wanted} in the run file, but {folder} was prepared with {saved.get(key)}; restore the "
                 "setting, or choose another prepared_data or --output"
             )
-    for file in manifest["source"]:
-        path = Path(file["path"])
-        if path.is_file() and path.stat().st_size != file["size"]:
-            raise InputError(
-                f"data: {path} has {path.stat().st_size} bytes, and had {file['size']} when {folder} was made of it; "
-                "restore it, or choose another prepared_data"
-            )
+    prepared.check_source("data", manifest["source"], folder)
 
 
 def verify_prepared(folder: Path, ranks: Ranks) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -22,7 +21,7 @@ from ds_vrgd.clicks.prepared import Batch, PreparedClicks, open_prepared, verify
 from ds_vrgd.clicks.runfile import RunFile
 from ds_vrgd.clicks.stream import TrainingOrder, evaluation_batches, training_batches
 from ds_vrgd.training import checkpoint
-from ds_vrgd.training.errors import InputError, Interrupted, TrainingFailed
+from ds_vrgd.training.errors import InputError, Interrupted, require_finite
 from ds_vrgd.training.files import write_binary
 from ds_vrgd.training.launch import fill_deepspeed_config
 from ds_vrgd.training.log import RunLog
@@ -122,11 +121,8 @@ class Training:
         Raises:
             TrainingFailed: the loss is NaN or infinite.
         """
-        if not math.isfinite(loss):
-            raise TrainingFailed(
-                f"update {step}: the loss is {loss}; lower lr or lengthen the warm-up, and go on from the last "
-                f"checkpoint with --resume {self.output}"
-            )
+        way_out = f"and go on from the last checkpoint with --resume {self.output}"
+        require_finite([loss], step, f"lower lr or lengthen the warm-up, {way_out}")
 
     def evaluate(self, step: int) -> Scores:
         """Score the test set. Collective."""

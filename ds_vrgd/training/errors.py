@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from pathlib import Path
 
 
@@ -27,3 +29,13 @@ class Interrupted(Exception):
         super().__init__(
             f"SIGTERM: saved after update {step} and stopped; go on with the same command and --resume {output}"
         )
+
+
+def require_finite(losses: Sequence[float], step: int, way_out: str) -> None:
+    """Stop a run that has come apart. Give it the losses of all ranks, so that every rank stops.
+
+    Raises:
+        TrainingFailed: one is NaN or infinite; says what to do.
+    """
+    if not all(math.isfinite(loss) for loss in losses):
+        raise TrainingFailed(f"update {step}: the loss is {sum(losses)}; {way_out}")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ from torch.nn import functional
 from tqdm import tqdm
 
 from ds_vrgd.training import checkpoint
-from ds_vrgd.training.errors import InputError, Interrupted, TrainingFailed
+from ds_vrgd.training.errors import InputError, Interrupted, require_finite
 from ds_vrgd.training.files import write_binary
 from ds_vrgd.training.groups import parameter_groups
 from ds_vrgd.training.launch import fill_deepspeed_config
@@ -124,11 +123,8 @@ class Training:
         Raises:
             TrainingFailed: the loss is NaN or infinite.
         """
-        if not math.isfinite(loss):
-            raise TrainingFailed(
-                f"update {step}: the loss is {loss}; lower lr in the DeepSpeed JSON or lengthen warmup_epochs, and "
-                f"start again in another --output"
-            )
+        way_out = "lower lr in the DeepSpeed JSON or lengthen warmup_epochs, and start again in another --output"
+        require_finite([loss], step, way_out)
 
     def evaluate(self, step: int) -> tuple[float, float]:
         """Held-out (cross-entropy without smoothing, accuracy), with all ranks' BatchNorm statistics. Collective."""

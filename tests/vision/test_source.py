@@ -22,7 +22,7 @@ CPU = torch.device("cpu")
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     if not has_torchvision():
-        pytest.skip("torchvision is not installed")
+        pytest.skip("torchvision is not installed: `make venv` leaves it out, see the Makefile")
     return image_folder(tmp_path / "images")
 
 
