@@ -16,7 +16,9 @@ from typing import Any
 import torch
 
 import ds_vrgd
-from benchmarks.evidence.bert_data import Material, material
+from benchmarks.evidence.bert_cloze import SETTINGS as CLOZE
+from benchmarks.evidence.bert_cloze import fine_tuned, make
+from benchmarks.evidence.bert_data import GENERAL, SPEECHES, Material, material
 from benchmarks.evidence.bert_report import draw, tables
 from benchmarks.evidence.experiment import FULL, Experiment, Row
 from benchmarks.ranks import device_type
@@ -29,7 +31,10 @@ MODELS = {
     "mini": {"num_hidden_layers": 4, "hidden_size": 256, "num_attention_heads": 4, "intermediate_size": 1024},
     "toy": {"num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 2, "intermediate_size": 256},
 }
+#: Seen by a run of the full size: what the first probe of the project saw, and four times as many.
+EXAMPLES = {SPEECHES: 262_144, GENERAL: 1_048_576}
 TWINS = {"LAMB": "VRLAMB", "AdamW": "VRAdamW"}
+UNTRAINED = "none"
 WARMUP, WEIGHT_DECAY, CLIP = 0.1, 0.01, 1.0
 EVALUATIONS = 8
 
@@ -37,11 +42,15 @@ EVALUATIONS = 8
 @dataclass(frozen=True)
 class Setting:
     """Attributes:
+    text: a name of ``bert_data.TEXTS``.
     examples: seen by the run, some of them several times, with other masks; ``examples / batch`` updates.
     micro_batch: sequences of a chunk, so k = batch / micro_batch; for the optimizers without chunks, too.
+    held_out: sequences of an evaluation.
+    cloze: fine-tune on questions afterwards.
     """
 
     model: str
+    text: str
     sequence_length: int
     examples: int
     batch: int
@@ -49,7 +58,8 @@ class Setting:
     optimizer: str
     rate: float
     seed: int
-    held_out: int = 2048  # sequences of an evaluation
+    held_out: int = 2048
+    cloze: bool = False
 
 
 def settings(size: str) -> list[Setting]:
@@ -57,7 +67,7 @@ def settings(size: str) -> list[Setting]:
     if size != FULL:
         rates = {"LAMB": 2e-2, "AdamW": 2e-3}
         return [
-            Setting("toy", 64, 2048, batch, 16, name, rates[base], 0, held_out=256)
+            Setting("toy", SPEECHES, 64, 2048, batch, 16, name, rates[base], 0, held_out=256)
             for batch in (256, 512)
             for base in TWINS
             for name in (TWINS[base], base)
@@ -65,23 +75,33 @@ def settings(size: str) -> list[Setting]:
     grids = {"LAMB": (1e-2, 5e-3, 2e-2), "AdamW": (1e-3, 5e-4, 2e-3)}
     wider = {"LAMB": (2.5e-3, 4e-2), "AdamW": (2.5e-4, 4e-3)}
 
-    def runs(examples: int, batch: int, base: str, rates: tuple[float, ...], seed: int) -> Iterator[Setting]:
+    def runs(text: str, batch: int, base: str, rates: tuple[float, ...], seed: int) -> Iterator[Setting]:
         # 16 chunks are the least that the paper's study calls good enough; more of them, not larger ones, from 256 on.
-        micro_batch = min(256, batch // 16)
+        micro_batch, examples = min(256, batch // 16), EXAMPLES[text]
         for rate in rates:
             for name in (TWINS[base], base):
-                yield Setting("mini", 128, examples, batch, micro_batch, name, rate, seed)
+                yield Setting("mini", text, 128, examples, batch, micro_batch, name, rate, seed, cloze=text == GENERAL)
 
-    few, many = 262_144, 524_288
-    plan = [(few, 2048, "LAMB", grids["LAMB"], 0)]
-    plan += [(many, batch, base, grids[base], 0) for base in grids for batch in (2048, 8192)]
-    plan += [(many, batch, base, grids[base], seed) for seed in (1, 2) for base in grids for batch in (8192, 2048)]
-    plan += [(many, batch, base, grids[base], 0) for batch in (32768, 4096, 16384, 1024) for base in grids]
-    plan += [(many, batch, base, wider[base], 0) for batch in (2048, 8192, 32768) for base in grids]
+    plan = [(GENERAL, 2048, base, grids[base], 0) for base in grids]
+    plan += [(SPEECHES, 2048, "LAMB", grids["LAMB"], 0)]
+    plan += [(GENERAL, 8192, base, grids[base], 0) for base in grids]
+    plan += [(GENERAL, batch, base, grids[base], seed) for seed in (1, 2) for base in grids for batch in (2048, 8192)]
+    plan += [(GENERAL, batch, base, grids[base], 0) for batch in (32768, 4096, 16384, 1024) for base in grids]
+    plan += [(GENERAL, batch, base, wider[base], 0) for batch in (2048, 8192, 32768) for base in grids]
     plan += [
-        (many, batch, base, grids[base], s) for s in (1, 2) for batch in (32768, 4096, 16384, 1024) for base in grids
+        (GENERAL, batch, base, grids[base], seed)
+        for seed in (1, 2)
+        for batch in (32768, 4096, 16384, 1024)
+        for base in grids
     ]
-    return [setting for part in plan for setting in runs(*part)]
+    untrained = [Setting("mini", GENERAL, 128, 0, 2048, 128, UNTRAINED, 0.0, seed, cloze=True) for seed in range(3)]
+    first, *others = ([*runs(*part)] for part in plan)
+    return [*first, *untrained, *(setting for part in others for setting in part)]
+
+
+def _source(setting: Setting) -> tuple[str, int, int, int]:
+    examples = EXAMPLES[setting.text] if setting.model == "mini" else setting.examples
+    return setting.text, setting.sequence_length, examples, setting.held_out
 
 
 def make_optimizer(setting: Setting, model: torch.nn.Module) -> torch.optim.Optimizer:
@@ -104,19 +124,32 @@ def measure(setting: Setting) -> Row:
     Returns:
         ``evaluations``: update, held-out masked-LM loss in nats per masked token, and of the variance-reduced the mean
         raw ratio and the fractions clamped low and high, else null. ``final``: the last loss, NaN if it is not finite.
-        ``entropy``: that of the same tokens for who ignores context. ``updates``.
+        ``entropy``: that of the same tokens for who ignores context. ``updates``. And of ``cloze``, where the run did
+        not come apart, ``cloze_f1`` and ``cloze_exact_match``.
     """
-    most = max(each.examples for each in settings(FULL)) if setting.model == "mini" else setting.examples
-    shape = tuple(MODELS[setting.model].items())
-    return train(setting, material(shape, setting.sequence_length, most, setting.held_out))
-
-
-def train(setting: Setting, data: Material) -> Row:
-    """As ``measure`` says."""
-    device = torch.device(device_type())
+    data = material(*_source(setting))
     torch.manual_seed(setting.seed)
+    model = network(setting, data)
+    if setting.optimizer == UNTRAINED:
+        loss = held_out_loss(model, data, setting.sequence_length)
+        row: Row = {"evaluations": [[0, loss, None, None, None]], "final": loss, "entropy": data.entropy, "updates": 0}
+    else:
+        row = train(setting, model, data)
+    if setting.cloze and math.isfinite(row["final"]):
+        assert data.tokenizer is not None
+        row |= fine_tuned(model.network.config, model.network.state_dict(), data.tokenizer, setting.seed, CLOZE)
+    return row
+
+
+def network(setting: Setting, data: Material) -> PretrainingModel:
+    """With random weights, on the device."""
     section = ModelSection.model_validate(MODELS[setting.model])
-    model = PretrainingModel(bert_config(section, data.pieces)).to(device)
+    return PretrainingModel(bert_config(section, data.pieces)).to(device_type())
+
+
+def train(setting: Setting, model: PretrainingModel, data: Material) -> Row:
+    """As ``measure`` says, but for the questions."""
+    device = torch.device(device_type())
     optimizer = make_optimizer(setting, model)
     bank = data.bank.ordered(torch.randperm(setting.examples, generator=torch.Generator().manual_seed(setting.seed)))
     updates, k = setting.examples // setting.batch, setting.batch // setting.micro_batch
@@ -170,4 +203,16 @@ def held_out_loss(model: torch.nn.Module, data: Material, longest: int) -> float
     return float(total) / count
 
 
-EXPERIMENT = Experiment("BERT: held-out loss against rate and batch", settings, measure, tables, draw, (11.0, 4.0))
+def prepare(size: str) -> None:
+    """Text, questions and examples, once for all processes."""
+    needed = settings(size)
+    if any(setting.cloze for setting in needed):
+        make()
+    for source in dict.fromkeys(map(_source, needed)):
+        material(*source)
+    material.cache_clear()  # the processes have copies of their own
+
+
+EXPERIMENT = Experiment(
+    "BERT: held-out loss against rate and batch", settings, measure, tables, draw, (11.0, 4.0), prepare
+)

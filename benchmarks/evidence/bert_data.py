@@ -1,15 +1,20 @@
-"""Pre-training examples that lie on the device, so that a step waits for no loader: a micro-batch is a few slices."""
+"""Pre-training examples that lie on the device, so that a step waits for no loader: a micro-batch is a few slices.
+
+Everything is made by the first call ever, in ``FOLDER``, and may be brought along from another machine:
+``general`` and ``speeches`` (prepared text), ``cloze`` (questions) and ``banks`` (examples, made of the text).
+"""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 
 import torch
 from torch import Tensor
+from transformers import BertTokenizerFast
 
 from benchmarks.ranks import device_type
 from ds_vrgd.bert.evaluation import unigram_log_probabilities
@@ -18,13 +23,16 @@ from ds_vrgd.bert.prepare import prepare
 from ds_vrgd.bert.prepared import PreparedData, open_prepared
 from ds_vrgd.bert.runfile import Phase, RunFile
 from ds_vrgd.bert.stream import MicroBatches, RankOrder, evaluation_batches, training_batches
+from ds_vrgd.training.files import write_binary
 
-#: Where the data are prepared, unless they are there: what was prepared elsewhere can be brought along.
 FOLDER = Path("out/evidence/bert-data")
-LENGTHS = (64, 128)
+#: By name: corpora of docs/DATA.md, pieces of the vocabulary, and the sequence lengths that are prepared.
+SPEECHES, GENERAL = "speeches", "general"
+TEXTS = {SPEECHES: (["sotu", "wiki"], 8192, (64, 128)), GENERAL: (["general"], 30522, (128, 512))}
 HELD_OUT_BATCH = 256
 TOKENS = ("input_ids", "token_type_ids", "position_ids")
 _SEED, _BLOCK = 1, 256
+_ANY_MODEL = {"num_hidden_layers": 1, "hidden_size": 1, "num_attention_heads": 1, "intermediate_size": 1}
 
 
 @dataclass(frozen=True)
@@ -110,29 +118,56 @@ class Material:
     Attributes:
         held_out: packed batches on the device.
         entropy: of the held-out masked tokens for who ignores context, nats.
-        pieces: of the vocabulary.
+        tokenizer: None where nothing is asked about text.
     """
 
     bank: Bank
     held_out: list[Batch]
     entropy: float
     pieces: int
+    tokenizer: BertTokenizerFast | None = None
+
+
+def prepared(text: str) -> PreparedData:
+    """One of ``TEXTS``, prepared if it is not."""
+    names, size, lengths = TEXTS[text]
+    run = RunFile.model_validate(
+        {
+            "model": _ANY_MODEL,
+            "corpus": {"source": "packages", "names": names},
+            "vocabulary": {"size": size},
+            "checkpoint_every": 1,
+            "phases": [_phase(length, _BLOCK).model_dump(exclude_none=True) for length in lengths],
+        }
+    )
+    folder = FOLDER / text
+    prepare(run.data_settings, run.sequence_lengths, folder, report=lambda line: print(f"data: {line}", flush=True))
+    return open_prepared(run, folder)
 
 
 @lru_cache(maxsize=1)
-def material(model: tuple[tuple[str, int], ...], sequence_length: int, examples: int, held_out: int) -> Material:
-    """Of speeches and Wikipedia (``sotu``, ``wiki``), prepared in ``FOLDER`` by the first call ever."""
-    run = RunFile.model_validate(
-        {
-            "model": dict(model),
-            "corpus": {"source": "packages", "names": ["sotu", "wiki"]},
-            "vocabulary": {"size": 8192},
-            "checkpoint_every": 1,
-            "phases": [_phase(length, _BLOCK).model_dump(exclude_none=True) for length in LENGTHS],
-        }
-    )
-    prepare(run.data_settings, run.sequence_lengths, FOLDER, report=lambda text: print(f"data: {text}", flush=True))
-    return material_of(open_prepared(run, FOLDER), sequence_length, examples, held_out)
+def material(text: str, sequence_length: int, examples: int, held_out: int) -> Material:
+    """Examples of one of ``TEXTS``, from a file of ``FOLDER/banks``, which is made if it is not there."""
+    data = prepared(text)
+    path = FOLDER / "banks" / f"{data.sha256[:16]}-{sequence_length}-{examples}-{held_out}.pt"
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _save(material_of(data, sequence_length, examples, held_out), path)
+    return replace(_load(path), tokenizer=data.tokenizer)
+
+
+def _save(made: Material, path: Path) -> None:
+    """Token ids and places in an example fit in 32 bits."""
+    bank = vars(made.bank) | {"tokens": {name: tensor.int() for name, tensor in made.bank.tokens.items()}}
+    write_binary(path, lambda file: torch.save({**vars(made), "bank": bank}, file))
+
+
+def _load(path: Path) -> Material:
+    found = torch.load(path, map_location=device_type(), weights_only=True)
+    bank = found.pop("bank")
+    tokens = {name: tensor.long() for name, tensor in bank.pop("tokens").items()}
+    on_host = {name: bank.pop(name).cpu() for name in ("starts", "masked_starts")}
+    return Material(Bank(tokens=tokens, **bank, **on_host), **found)
 
 
 def material_of(data: PreparedData, sequence_length: int, examples: int, held_out: int) -> Material:
@@ -144,7 +179,7 @@ def material_of(data: PreparedData, sequence_length: int, examples: int, held_ou
         for split, documents in (("train", data.train), ("held_out", data.held_out))
     }
     phase = _phase(sequence_length, examples)
-    workers = min(8, (os.cpu_count() or 1) // 2) if examples > 16 * _BLOCK else 0
+    workers = min(24, (os.cpu_count() or 1) - 2) if examples > 16 * _BLOCK else 0
     blocks = training_batches(MicroBatches(builders["train"], _SEED, 0, phase), RankOrder(phase, 0, 0, 1), workers)
     # Copies: what a loader's process sends is shared memory, and an open file as long as it lives.
     bank = Bank.of([{name: tensor.clone() for name, tensor in block.items()} for block in blocks], device)

@@ -29,25 +29,58 @@ def _learned(rows: Sequence[Row]) -> str:
     return "never" if median == math.inf else f"{median:g}"
 
 
+def _updates_to(target: float, row: Row) -> float:
+    """The update at which a run's held-out loss falls to ``target``, between two evaluations on a straight line."""
+    before, above = 0.0, math.inf
+    for update, loss, *_ in row["evaluations"]:
+        if loss <= target:
+            share = (above - target) / (above - loss) if math.isfinite(above) else 1.0
+            return float(before + share * (update - before))
+        before, above = update, loss
+    return math.inf
+
+
+def _best(rows: Sequence[Row]) -> tuple[float, list[Row]]:
+    """The rate with the least median of the final losses, and its runs."""
+    (rate,), runs = min(sorted(grouped(rows, "rate").items()), key=lambda one: _median(one[1]))
+    return rate, runs
+
+
 def tables(rows: Sequence[Row]) -> list[str]:
-    """A line for each number of examples, batch and optimizer: its best rate, and all rates."""
-    lines = []
-    for (model, examples), of_model in grouped(rows, "model", "examples").items():
-        body = []
-        for (batch, optimizer), members in sorted(grouped(of_model, "batch", "optimizer").items()):
-            by_rate = dict(sorted(grouped(members, "rate").items()))
-            (best,) = min(by_rate, key=lambda rate: _median(by_rate[rate]))
-            runs = by_rate[(best,)]
-            rates = "; ".join(f"{rate:g}: {_median(of):.3f}" for (rate,), of in by_rate.items())
-            k = batch // runs[0]["micro_batch"]
-            cells = [str(batch), optimizer, str(k), str(runs[0]["updates"]), f"{best:g}"]
-            body.append([*cells, spread([row["final"] for row in runs]), str(len(runs)), _learned(runs), rates])
+    """For each text a line for each batch and optimizer: its best rate, and all rates."""
+    lines: list[str] = []
+    for (model, text, examples), of_model in grouped(rows, "model", "text", "examples").items():
+        if examples == 0:
+            f1 = spread([row["cloze_f1"] for row in of_model], 1)
+            lines += [f"BERT-{model} with random weights, fine-tuned on the questions ({text}): F1 {f1}.", ""]
+            continue
+        cells: dict[tuple[int, str], list[str]] = {}
+        for (batch,), of_batch in grouped(of_model, "batch").items():
+            best = {name: _best(runs) for (name,), runs in grouped(of_batch, "optimizer").items()}
+            target = max(_median(runs) for _, runs in best.values())
+            for name, (rate, runs) in best.items():
+                tried = sorted(grouped([row for row in of_batch if row["optimizer"] == name], "rate").items())
+                steps = statistics.median(_updates_to(target, row) for row in runs)
+                answered = [row["cloze_f1"] for row in runs if "cloze_f1" in row]
+                cells[batch, name] = [
+                    str(batch),
+                    name,
+                    str(batch // runs[0]["micro_batch"]),
+                    str(runs[0]["updates"]),
+                    f"{rate:g}",
+                    spread([row["final"] for row in runs]),
+                    str(len(runs)),
+                    _learned(runs),
+                    "never" if steps == math.inf else f"{steps:.0f} ({target:.3f})",
+                    spread(answered, 1) if answered else "",
+                    "; ".join(f"{each:g}: {_median(of):.3f}" for (each,), of in tried),
+                ]
         header = ["batch", "optimizer", "k", "updates", "best rate", "its held-out loss", "seeds"]
-        header += ["update below the entropy", "median loss by rate"]
+        header += ["update below the entropy", "updates to the loss that all reach", "cloze F1", "median loss by rate"]
         entropy = of_model[0]["entropy"]
-        lines += [f"BERT-{model}, {examples:,} examples; nats per masked token, unigram entropy {entropy:.3f}:", ""]
-        lines += table(header, body)
-    return lines
+        head = f"BERT-{model} on {text}, {examples:,} examples; nats per masked token, unigram entropy {entropy:.3f}:"
+        lines += [head, "", *table(header, [cells[place] for place in sorted(cells)]), ""]
+    return lines[:-1]
 
 
 def draw(figure: Figure, rows: Sequence[Row]) -> None:

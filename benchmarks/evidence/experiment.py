@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 import sys
 import time
 import traceback
@@ -11,8 +12,11 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Executor, Future, ProcessPoolExecutor, wait
 from dataclasses import asdict, dataclass
 from multiprocessing import get_context
+from multiprocessing.queues import SimpleQueue
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import torch
 
 from benchmarks.record import write_whole
 
@@ -37,6 +41,7 @@ class Experiment:
         tables: Markdown lines for rows that hold the fields and the results.
         draw: the figure of the same rows.
         figure_size: in inches.
+        prepare: for a size, makes in files what the processes of a sweep would each make otherwise.
     """
 
     title: str
@@ -45,6 +50,7 @@ class Experiment:
     tables: Callable[[Sequence[Row]], list[str]]
     draw: Callable[[Figure, Sequence[Row]], None]
     figure_size: tuple[float, float] = (9.0, 4.0)
+    prepare: Callable[[str], None] = lambda size: None
 
 
 def load(name: str) -> Experiment:
@@ -105,13 +111,15 @@ def sweep(
 
     Args:
         deadline: of ``time.monotonic()``. A setting begins only if the longest one of this sweep would end before.
-        workers: processes that measure; with 1, this one.
+        workers: processes that measure, shared out to the GPUs; with 1, this one.
 
     Returns:
         The settings that have no row still, because they failed or time was up.
     """
     missing = [setting for setting in load(name).settings(size) if rows.find(size, setting) is None]
     waiting, done, longest = list(missing), 0, 0.0
+    if missing:
+        load(name).prepare(size)
     with _pool(workers) as pool:
         running: dict[Future[tuple[Row | None, float]], Any] = {}
         while waiting or running:
@@ -157,8 +165,25 @@ class _Here(Executor):
 
 
 def _pool(workers: int) -> Executor:
-    # Spawned: a process with a CUDA context cannot be forked.
-    return _Here() if workers == 1 else ProcessPoolExecutor(workers, mp_context=get_context("spawn"))
+    if workers == 1:
+        return _Here()
+    context = get_context("spawn")  # a process with a CUDA context cannot be forked
+    devices = _visible_devices()
+    turns = context.SimpleQueue()
+    for worker in range(workers):
+        turns.put(devices[worker % len(devices)])
+    return ProcessPoolExecutor(workers, context, _see_one_device, (turns,))
+
+
+def _visible_devices() -> list[str]:
+    """As CUDA_VISIBLE_DEVICES names them; an empty name where there is none."""
+    numbers = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(torch.cuda.device_count()))))
+    return numbers.split(",")
+
+
+def _see_one_device(turns: SimpleQueue[str]) -> None:
+    """In a worker, before it uses CUDA."""
+    os.environ["CUDA_VISIBLE_DEVICES"] = turns.get()
 
 
 def _as_json(fields: dict[str, Any]) -> dict[str, Any]:

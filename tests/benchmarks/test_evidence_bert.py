@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from transformers import BertTokenizerFast
 
-from benchmarks.evidence import bert
+from benchmarks.evidence import bert, bert_cloze
 from benchmarks.evidence.bert_data import Bank, Material
 from benchmarks.evidence.bert_report import tables
 from ds_vrgd.bert.examples import IGNORED_LABEL, Batch
 from ds_vrgd.bert.packing import pack
+from ds_vrgd.training.errors import TrainingFailed
 
 PIECES, LENGTH = 32, 16
+SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 
 
 def padded(examples: int, seed: int, label: int | None = None) -> Batch:
@@ -57,9 +62,14 @@ def data() -> Material:
     return Material(bank, [pack(padded(16, 99, label=7))], entropy=3.4657, pieces=PIECES)
 
 
+def run(setting: bert.Setting, data: Material) -> dict[str, Any]:
+    torch.manual_seed(setting.seed)
+    return bert.train(setting, bert.network(setting, data), data)
+
+
 @pytest.mark.parametrize(("optimizer", "rate"), [("VRLAMB", 2e-2), ("LAMB", 2e-2), ("VRAdamW", 1e-2), ("AdamW", 1e-2)])
 def test_a_run_learns_and_its_row_is_complete(data: Material, optimizer: str, rate: float) -> None:
-    row = bert.train(bert.Setting("toy", LENGTH, 512, 32, 4, optimizer, rate, seed=0), data)
+    row = run(bert.Setting("toy", "speeches", LENGTH, 512, 32, 4, optimizer, rate, seed=0), data)
     assert row["updates"] == 512 // 32
     assert [one[0] for one in row["evaluations"]] == [2, 4, 6, 8, 10, 12, 14, 16]
     assert row["final"] == row["evaluations"][-1][1] < 2.0
@@ -67,24 +77,55 @@ def test_a_run_learns_and_its_row_is_complete(data: Material, optimizer: str, ra
 
 
 def test_the_same_seed_is_the_same_run(data: Material) -> None:
-    setting = bert.Setting("toy", LENGTH, 64, 32, 4, "VRLAMB", 2e-2, seed=0)
-    row = bert.train(setting, data)
-    assert bert.train(setting, data) == row
-    assert bert.train(dataclasses.replace(setting, seed=1), data)["final"] != row["final"]
+    setting = bert.Setting("toy", "speeches", LENGTH, 64, 32, 4, "VRLAMB", 2e-2, seed=0)
+    row = run(setting, data)
+    assert run(setting, data) == row
+    assert run(dataclasses.replace(setting, seed=1), data)["final"] != row["final"]
 
 
 def test_the_table_takes_each_optimizers_best_rate_and_a_ruined_run_is_worse_than_any() -> None:
     def row(optimizer: str, rate: float, seed: int, final: float) -> dict[str, Any]:
         evaluations = [[8, 7.0], [16, final]]
-        return {"model": "mini", "examples": 32, "batch": 2, "micro_batch": 1, "optimizer": optimizer, "rate": rate,
-                "seed": seed, "final": final, "evaluations": evaluations, "entropy": 6.5, "updates": 16}  # fmt: skip
+        return {"model": "mini", "text": "speeches", "examples": 32, "batch": 2, "micro_batch": 1,
+                "optimizer": optimizer, "rate": rate, "seed": seed, "final": final, "evaluations": evaluations,
+                "entropy": 6.5, "updates": 16}  # fmt: skip
 
     rows = [row("LAMB", 1.0, seed, loss) for seed, loss in enumerate((6.0, 6.2, 6.1))]
     rows += [row("LAMB", 2.0, seed, loss) for seed, loss in enumerate((5.0, float("nan"), float("nan")))]
     rows += [row("VRLAMB", 2.0, 0, 6.6)]
     text = "\n".join(tables(rows))
-    assert "| 2 | LAMB | 2 | 16 | 1 | 6.100 (6.000–6.200) | 3 | 16 | 1: 6.100; 2: inf |" in text
-    assert "| 2 | VRLAMB | 2 | 16 | 2 | 6.600 | 1 | never | 2: 6.600 |" in text
+    # All reach 6.6, LAMB's median run at 8 + 8 (7 - 6.6) / (7 - 6.1) updates.
+    assert "| 2 | LAMB | 2 | 16 | 1 | 6.100 (6.000–6.200) | 3 | 16 | 12 (6.600) |  | 1: 6.100; 2: inf |" in text
+    assert "| 2 | VRLAMB | 2 | 16 | 2 | 6.600 | 1 | never | 16 (6.600) |  | 2: 6.600 |" in text
+
+
+def test_fine_tuning_starts_from_the_run_s_weights_and_scores_its_answers(tmp_path: Path) -> None:
+    """Every answer is the passage's first word, which two updates an epoch suffice to learn."""
+    words = ["alpha", "beta", "gamma", "delta"]
+    tokenizer = BertTokenizerFast(vocab={word: place for place, word in enumerate([*SPECIAL, "who", *words])})
+
+    def file(name: str, count: int) -> Path:
+        passages = [" ".join(words[(row + place) % 4] for place in range(3)) for row in range(count)]
+        asked = [{"id": f"{name}{row}", "question": "who", "answers": [{"text": passage.split()[0], "answer_start": 0}]}
+                 for row, passage in enumerate(passages)]  # fmt: skip
+        data = [{"title": name, "paragraphs": [{"context": passage, "qas": [one]}]}
+                for passage, one in zip(passages, asked, strict=True)]  # fmt: skip
+        path = tmp_path / f"{name}.json"
+        path.write_text(json.dumps({"version": "1.1", "data": data}))
+        return path
+
+    settings = bert_cloze.SETTINGS.model_copy(
+        update={"train_file": file("train", 64), "predict_file": file("dev", 8), "batch_size": 16, "epochs": 12,
+                "max_length": LENGTH, "doc_stride": 4, "max_question_length": 4, "lr": 2e-3}
+    )  # fmt: skip
+    setting = bert.Setting("toy", "speeches", LENGTH, 0, 32, 4, "none", 0.0, seed=0)
+    torch.manual_seed(0)
+    network = bert.network(setting, Material(None, [], 0.0, len(tokenizer))).network  # type: ignore[arg-type]
+    row = bert_cloze.fine_tuned(network.config, network.state_dict(), tokenizer, 0, settings)
+    assert row == {"cloze_f1": 100.0, "cloze_exact_match": 100.0}
+    ruined = {name: torch.full_like(tensor, torch.nan) for name, tensor in network.state_dict().items()}
+    with pytest.raises(TrainingFailed):
+        bert_cloze.fine_tuned(network.config, ruined, tokenizer, 0, settings)
 
 
 def test_the_full_sweep_begins_with_the_rates_in_question_and_never_has_fewer_than_16_chunks() -> None:
