@@ -117,7 +117,7 @@ def measure(way: str, device: torch.device, run: RunFile, phase: Phase, data: Pr
     )
     source = (PaddedMicroBatches if way == PLAIN else MicroBatches)(builder, run.seed, 0, phase)
     order = RankOrder(phase, 0, 0, 1)
-    batches = training_batches(source, order, run.loader_workers)
+    batches = training_batches(source, order, run.loader_workers, pinned=device.type == "cuda")
     model = build(way, run, len(data.tokenizer))
     engine, *_ = deepspeed.initialize(
         model=model, model_parameters=parameter_groups(model), config=engine_config(phase.micro_batch, accumulation)

@@ -75,7 +75,8 @@ class Training:
         set_batch_sizes(self.engine, phase.micro_batch, phase.global_batch)
         micro_batches = MicroBatches(self.builder("train", phase.sequence_length), self.run.seed, index, phase)
         order = RankOrder(phase, first_step, dist.get_rank(), dist.get_world_size())
-        batches = training_batches(micro_batches, order, self.run.loader_workers)
+        pinned = self.engine.device.type == "cuda"
+        batches = training_batches(micro_batches, order, self.run.loader_workers, pinned=pinned)
         skipped = 0
         evaluation = (math.nan, math.nan)
         bar = tqdm(

@@ -66,8 +66,15 @@ class RankOrder(Sampler[tuple[int, int]]):
         return (self.phase.steps - self.first_step) * self.phase.accumulation_steps(self.ranks)
 
 
-def training_batches(micro_batches: MicroBatches, order: RankOrder, workers: int) -> Iterator[Batch]:
-    """One rank's micro-batches in order, built ahead of time by ``workers`` processes."""
+def training_batches(
+    micro_batches: MicroBatches, order: RankOrder, workers: int, *, pinned: bool = False
+) -> Iterator[Batch]:
+    """One rank's micro-batches in order, built ahead of time by ``workers`` processes.
+
+    Args:
+        pinned: in memory from which a GPU copies by itself. From any other the host waits until the GPU has come so
+            far, once a micro-batch, and the GPU then waits for the host.
+    """
     # Forked workers share the mapped corpus; any other start method would copy it into each.
     context = "fork" if workers else None
     loader = DataLoader(
@@ -77,6 +84,7 @@ def training_batches(micro_batches: MicroBatches, order: RankOrder, workers: int
         num_workers=workers,
         multiprocessing_context=context,
         worker_init_fn=heed_only_the_rank,
+        pin_memory=pinned,
     )
     return iter(loader)
 
