@@ -151,19 +151,27 @@ def test_compiled_autograd_is_refused(errors: dict[str, str]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("device", "ranks", "compiled", "refused"),
-    [("cuda", 2, True, True), ("cuda", 2, False, False), ("cuda", 1, True, False), ("cpu", 2, True, False)],
+    ("device", "ranks", "stage", "compiled", "refused"),
+    [
+        ("cuda", 2, 3, True, True),
+        ("cuda", 2, 3, False, False),
+        ("cuda", 2, 2, True, False),
+        ("cuda", 1, 3, True, False),
+        ("cpu", 2, 3, True, False),
+    ],
 )
-def test_compiled_model_is_refused_on_several_accelerators(
-    monkeypatch: pytest.MonkeyPatch, device: str, ranks: int, compiled: bool, refused: bool
+def test_compiled_model_is_refused_at_stage_3_on_several_accelerators(
+    monkeypatch: pytest.MonkeyPatch, device: str, ranks: int, stage: int, compiled: bool, refused: bool
 ) -> None:
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: ranks)
     module = torch.nn.Sequential(torch.nn.Linear(2, 2))
     if compiled:
         module[0].compile(backend="eager")  # a part is enough
-    engine = SimpleNamespace(device=torch.device(device), module=module, compile=lambda: None)
+    engine = SimpleNamespace(
+        device=torch.device(device), module=module, compile=lambda: None, zero_optimization_stage=lambda: stage
+    )
     monkeypatch.setattr(refusals, "REFUSALS", [refusals._compiled_model])
-    several = device == "cuda" and ranks == 2
+    several = (device, ranks, stage) == ("cuda", 2, 3)
     with pytest.raises(ValueError, match="with several accelerators") if refused else nullcontext():
         refusals.refuse_inexact(engine, "VRLAMB")
     refusals.guard_compile(engine)
