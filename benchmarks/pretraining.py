@@ -26,6 +26,7 @@ from transformers import AutoModelForPreTraining
 
 import ds_vrgd  # noqa: F401  (makes VRLAMB known to DeepSpeed)
 from benchmarks.command import command_line
+from benchmarks.pretraining_table import WAYS
 from benchmarks.ranks import device_type
 from benchmarks.record import Record, environment, file_name
 from benchmarks.timing import Clock, Spread, repeat
@@ -39,7 +40,7 @@ from ds_vrgd.bert.stream import MicroBatches, RankOrder, training_batches
 from ds_vrgd.training.groups import parameter_groups
 from ds_vrgd.zero import leave_out_shared_memory_op
 
-WAYS = PLAIN, PACKED, COMPILED = "plain", "packed", "compiled"
+PLAIN, PACKED, COMPILED = WAYS
 WARMUP_STEPS, TIMED_STEPS = 2, 6
 PROFILED_STEPS, KERNELS = 1, 30
 STEPS = WARMUP_STEPS + TIMED_STEPS + PROFILED_STEPS
@@ -209,13 +210,13 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--run", type=Path, required=True, help="run file; its prepared_data must be there")
     parser.add_argument("--micro-batches", type=int, nargs="+", required=True, help="one a phase")
     parser.add_argument("--accumulation", type=int, default=8)
-    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
+    parser.add_argument("--ways", nargs="+", choices=list(WAYS), default=list(WAYS))
     parser.add_argument("--output", type=Path, default=Path("out/benchmarks"), help="folder (out/benchmarks)")
     chosen = parser.parse_args(arguments)
     run = load_run_file(chosen.run)
     if run.prepared_data is None or len(chosen.micro_batches) != len(run.phases):
         parser.error(f"{chosen.run} must name prepared_data, and --micro-batches give one for each of its phases")
-    path = chosen.output / f"pretraining-{file_name()}"
+    path = chosen.output / file_name()
     # In this process: ranks of benchmarks.ranks may have no children, and the loader has some.
     os.environ |= {"DS_ACCELERATOR": device_type(), "LOCAL_RANK": "0", "LOCAL_SIZE": "1"}
     leave_out_shared_memory_op()

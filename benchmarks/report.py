@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from benchmarks import pretraining_table
 from benchmarks.contenders import BARE, CONTENDERS, REFERENCE
 from benchmarks.pages import DOCS, replace_between, table
 from benchmarks.plan import STAGES
@@ -64,6 +65,7 @@ def section(run: dict[str, Any]) -> list[str]:
     lines += _collectives(run["collectives"]) if run["collectives"] else []
     lines += _kernels(run["kernels"]) if run["kernels"] else []
     lines += _steps(run["steps"], environment["ranks"]) if run["steps"] else []
+    lines += pretraining_table.lines(run["pretraining"]) if run["pretraining"] else []
     return lines
 
 

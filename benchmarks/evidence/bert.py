@@ -31,8 +31,9 @@ MODELS = {
     "mini": {"num_hidden_layers": 4, "hidden_size": 256, "num_attention_heads": 4, "intermediate_size": 1024},
     "toy": {"num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 2, "intermediate_size": 256},
 }
-#: Seen by a run of the full size: what the first probe of the project saw, and three times as many.
+#: Seen by a run of the full size: what the first probe of the project saw, and three times as many; and by a few runs.
 EXAMPLES = {SPEECHES: 262_144, GENERAL: 786_432}
+LONGER = 1_048_576
 TWINS = {"LAMB": "VRLAMB", "AdamW": "VRAdamW"}
 UNTRAINED = "none"
 WARMUP, WEIGHT_DECAY, CLIP = 0.1, 0.01, 1.0
@@ -75,9 +76,11 @@ def settings(size: str) -> list[Setting]:
     grids = {"LAMB": (1e-2, 5e-3, 2e-2), "AdamW": (1e-3, 5e-4, 2e-3)}
     wider = {"LAMB": (2.5e-3, 4e-2), "AdamW": (2.5e-4, 4e-3)}
 
-    def runs(text: str, batch: int, base: str, rates: tuple[float, ...], seed: int) -> Iterator[Setting]:
+    def runs(
+        text: str, batch: int, base: str, rates: tuple[float, ...], seed: int, examples: int | None = None
+    ) -> Iterator[Setting]:
         # 16 chunks are the least that the paper's study calls good enough.
-        micro_batch, examples = min(1024, batch // 16), EXAMPLES[text]
+        micro_batch, examples = min(1024, batch // 16), examples or EXAMPLES[text]
         for rate in rates:
             for name in (TWINS[base], base):
                 yield Setting("mini", text, 128, examples, batch, micro_batch, name, rate, seed, cloze=text == GENERAL)
@@ -94,13 +97,15 @@ def settings(size: str) -> list[Setting]:
         for batch in (32768, 4096, 16384, 1024)
         for base in grids
     ]
+    plan += [(GENERAL, 2048, "LAMB", grids["LAMB"][:2], 0, LONGER)]
     untrained = [Setting("mini", GENERAL, 128, 0, 2048, 128, UNTRAINED, 0.0, seed, cloze=True) for seed in range(3)]
     first, *others = ([*runs(*part)] for part in plan)
     return [*first, *untrained, *(setting for part in others for setting in part)]
 
 
 def _source(setting: Setting) -> tuple[str, int, int, int]:
-    examples = EXAMPLES[setting.text] if setting.model == "mini" else setting.examples
+    # All runs of the full size but the few take their examples from one bank.
+    examples = setting.examples if setting.model == "toy" else max(EXAMPLES[setting.text], setting.examples)
     return setting.text, setting.sequence_length, examples, setting.held_out
 
 

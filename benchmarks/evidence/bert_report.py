@@ -84,9 +84,8 @@ def tables(rows: Sequence[Row]) -> list[str]:
 
 
 def draw(figure: Figure, rows: Sequence[Row]) -> None:
-    """Loss against rate for two batches, and at the best rate against batch; of the larger number of examples."""
-    most = max(row["examples"] for row in rows)
-    shown = [row for row in rows if row["examples"] == most]
+    """Loss against rate for two batches, and at the best rate against batch; of what has most runs."""
+    shown = max(grouped(rows, "text", "examples").values(), key=len)
     batches = [
         batch for (batch,) in sorted(grouped(shown, "batch"), key=lambda one: -len(grouped(shown, "batch")[one]))
     ]

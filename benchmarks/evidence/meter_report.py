@@ -143,7 +143,10 @@ def _quarters(rows: Sequence[Row]) -> list[str]:
 def draw(figure: Figure, rows: Sequence[Row], rates: Rates) -> None:
     """Examples against batch, a panel for each optimizer and target."""
     cases = _cases(rows)
-    panels = figure.subplots(1, max(len(cases), 1), sharey=True, squeeze=False)[0]
+    columns = len({row["optimizer"] for row in rows})
+    grid = figure.subplots(-(-len(cases) // columns), columns, sharey=True, squeeze=False)
+    figure.set_figheight(4.0 * len(grid))
+    panels = grid.flatten()
     for axis, (optimizer, target, trained, measured) in zip(panels, cases, strict=False):
         points = tuned(trained, rates)
         critical, least = critical_batch(points)
@@ -179,4 +182,5 @@ def draw(figure: Figure, rows: Sequence[Row], rates: Rates) -> None:
         axis.set_xticks(batches[::2], [str(batch) for batch in batches[::2]])
         axis.minorticks_off()
         axis.legend(fontsize=7)
-    panels[0].set_ylabel("examples to the training loss")
+    for first in grid[:, 0]:
+        first.set_ylabel("examples to the training loss")

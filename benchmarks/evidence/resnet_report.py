@@ -94,16 +94,17 @@ def _cell(rows: Sequence[Row]) -> str:
 
 
 def draw(figure: Figure, rows: Sequence[Row]) -> None:
-    """Accuracy against batch, and against epochs at the largest batch, by the square-root rule."""
+    """Accuracy against batch, or against rate where there is one batch, and against epochs at the largest batch."""
     at_rule = [row for row in rows if row["factor"] == 1.0]
-    by_batch, by_epoch = figure.subplots(1, 2)
+    field, shown = ("batch", at_rule) if len({row["batch"] for row in rows}) > 1 else ("factor", rows)
+    by_field, by_epoch = figure.subplots(1, 2)
     largest = max(row["batch"] for row in at_rule)
     for (name,), members in grouped(at_rule, "optimizer").items():
         color = f"C{list(NAMES).index(name.removeprefix('vr_'))}"
         style = {"color": color, "linestyle": "-" if name.startswith("vr_") else "--", "label": title(name)}
-        batches = sorted({row["batch"] for row in members})
-        medians = [statistics.median(accuracies([r for r in members if r["batch"] == batch])) for batch in batches]
-        by_batch.plot(batches, medians, marker="o", **style)
+        values = grouped([row for row in shown if row["optimizer"] == name], field)
+        places = sorted(value for (value,) in values)
+        by_field.plot(places, [statistics.median(accuracies(values[place,])) for place in places], marker="o", **style)
         # Seeds are evaluated at the same epochs, but for one that came apart.
         longest = [row["evaluations"] for row in members if row["batch"] == largest]
         if not longest:
@@ -112,10 +113,10 @@ def draw(figure: Figure, rows: Sequence[Row]) -> None:
         epochs = [longest[0][place][0] for place in range(points)]
         curve = [100.0 * statistics.median(each[place][2] for each in longest) for place in range(points)]
         by_epoch.plot(epochs, curve, **style)
-    by_batch.set_xscale("log", base=2)
-    by_batch.set_xlabel("batch [images]")
-    by_batch.set_ylabel("held-out accuracy at the end [%]")
-    by_batch.legend(fontsize="small")
+    by_field.set_xscale("log", base=2)
+    by_field.set_xlabel("batch [images]" if field == "batch" else "rate [that of the square-root rule]")
+    by_field.set_ylabel("held-out accuracy at the end [%]")
+    by_field.legend(fontsize="small")
     by_epoch.set_xlabel("epoch")
     by_epoch.set_ylabel("held-out accuracy [%]")
     by_epoch.set_title(f"batch {largest}")

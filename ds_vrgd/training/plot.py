@@ -163,4 +163,4 @@ def _layers(axis: Any, history: History) -> None:
     every = -(-len(names) // _MOST_LABELS)
     axis.set_yticks([place + 0.5 for place in range(0, len(names), every)], names[::every], fontsize=5)
     axis.invert_yaxis()
-    axis.set_ylabel("layer" if every == 1 else f"layer (every {every}th is named)")
+    axis.set_ylabel("layer" if every == 1 else f"layer (one in {every} is named)")
