@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ from ds_vrgd.schedules import warmup_polynomial_lr
 from ds_vrgd.training.groups import parameter_groups
 
 MODELS = {
+    "tiny": {"num_hidden_layers": 2, "hidden_size": 128, "num_attention_heads": 2, "intermediate_size": 512},
     "mini": {"num_hidden_layers": 4, "hidden_size": 256, "num_attention_heads": 4, "intermediate_size": 1024},
     "toy": {"num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 2, "intermediate_size": 256},
 }
@@ -100,12 +102,21 @@ def settings(size: str) -> list[Setting]:
     plan += [(GENERAL, 2048, "LAMB", grids["LAMB"][:2], 0, LONGER)]
     untrained = [Setting("mini", GENERAL, 128, 0, 2048, 128, UNTRAINED, 0.0, seed, cloze=True) for seed in range(3)]
     first, *others = ([*runs(*part)] for part in plan)
-    return [*first, *untrained, *(setting for part in others for setting in part)]
+    return [*_tiny(), *first, *untrained, *(setting for part in others for setting in part)]
+
+
+def _tiny() -> Iterator[Setting]:
+    """With all seeds, a few minutes each on a CPU core."""
+    grids = {"LAMB": (2e-2, 1e-2, 4e-2), "AdamW": (2e-3, 1e-3, 4e-3)}
+    for batch, seed in product((256, 512), range(3)):
+        for base, rates in grids.items():
+            for rate, name in product(rates, (TWINS[base], base)):
+                yield Setting("tiny", SPEECHES, 64, 32_768, batch, batch // 16, name, rate, seed, held_out=512)
 
 
 def _source(setting: Setting) -> tuple[str, int, int, int]:
     # All runs of the full size but the few take their examples from one bank.
-    examples = setting.examples if setting.model == "toy" else max(EXAMPLES[setting.text], setting.examples)
+    examples = setting.examples if setting.model != "mini" else max(EXAMPLES[setting.text], setting.examples)
     return setting.text, setting.sequence_length, examples, setting.held_out
 
 
