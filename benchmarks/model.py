@@ -18,7 +18,7 @@ from benchmarks.record import read_runs
 
 #: BERT-large with its pre-training heads.
 PARAMETERS = 335_000_000
-GPUS = (2, 8, 64, 512)
+GPUS = (2, 4, 8, 64, 512)
 ACCUMULATIONS = (1, 4)
 
 PER_NODE = 8
