@@ -16,9 +16,12 @@ from torch.nn import functional
 
 import ds_vrgd
 from benchmarks.evidence.experiment import FULL, Experiment, Row
-from benchmarks.evidence.gap_report import draw, tables
+from benchmarks.evidence.gap_report import KINDS, draw, tables
 from benchmarks.ranks import device_type
 from ds_vrgd import gsnr
+from ds_vrgd.moments import ShardLayout
+from ds_vrgd.optim.average import averaged
+from ds_vrgd.optim.shards import Shard
 from ds_vrgd.schedules import warmup_polynomial_lr
 from ds_vrgd.vision.images import fashion_mnist
 
@@ -36,6 +39,8 @@ class Step:
         epochs: of that training.
         source: of the n samples: "fresh", or "seen", those that the weights have been trained on.
         draws: of n samples, over which the losses' changes are averaged.
+        warm_up: draws before them, at least 1, from which the ratios of other samples come.
+        beta3: decay of the running mean of the ratio.
     """
 
     network: str
@@ -47,6 +52,8 @@ class Step:
     rate: float
     draws: int
     seed: int
+    warm_up: int = 30  # after which the newest draw's weight in the mean, 0.1 / (1 - 0.9^t), is within 4 % of its limit
+    beta3: float = 0.9  # the default of VRAdam and VRLAMB
     part: str = "step"
 
 
@@ -145,11 +152,16 @@ def measure_step(setting: Step) -> Row:
     the n samples themselves is ``1 - sum_j W_j (1/n) / (r_j + 1/n)``, with r_j of single samples and W_j the share of
     weight j in the loss's change. A chunk of b samples has b times a sample's r_j.
 
+    The weights stand still: every draw is made at the same ones. In training they move, and an average over steps holds
+    ratios of earlier weights.
+
     Returns:
-        For "sgd", "vr" (VR-SGD, gamma 0.1) and "independent" (VR-SGD whose ratio comes from another n samples):
+        For "sgd", "vr" (VR-SGD, gamma 0.1), "independent" (VR-SGD whose ratio comes from another n samples) and
+        "averaged" (whose ratio is the debiased running mean over the draws so far, this one's own included, which is
+        how VRAdam and VRLAMB scale the gradient that they take; their moments and trust ratios are left out):
         ``NAME_measured``; ``NAME_predicted``, equation 5 with r_j as it is measured, squared mean over variance; and
         ``NAME_unbiased``, with the squared mean freed of its expected noise, over all weights together. Each is a
-        quotient of means over the draws.
+        quotient of means over the draws, the same draws for all of them.
     """
     weights = trained(setting.network, setting.seen, setting.epochs, setting.seed)
     model = build(setting.network, setting.seed).double()
@@ -157,40 +169,44 @@ def measure_step(setting: Step) -> Row:
     inputs, labels = data()["train"]
     fresh = torch.arange(setting.seen, len(labels))
     pool = torch.arange(setting.seen) if setting.source == "seen" else fresh
+    shards = shards_of(weights, setting.beta3)
 
     def loss(at: dict[str, Tensor], images: Tensor, classes: Tensor) -> Tensor:
         return functional.cross_entropy(functional_call(model, at, (images,)), classes)
 
+    def images(places: Tensor) -> tuple[Tensor, Tensor]:
+        return inputs[places.to(labels.device)].double(), labels[places.to(labels.device)]
+
     sums: dict[tuple[str, str], float] = {}
-    other_ratio: dict[str, Tensor] | None = None
-    for _ in range(setting.draws + 1):
+    own_ratio: dict[str, Tensor] = {}
+    for draw_number in range(setting.warm_up + setting.draws):
         places = pool[torch.randperm(len(pool), generator=generator)[: setting.n]]
-        others = fresh[torch.randperm(len(fresh), generator=generator)]
-        others = others[~torch.isin(others, places)][:OTHERS]
-        sample, test = (
-            (inputs[of.to(labels.device)].double(), labels[of.to(labels.device)]) for of in (places, others)
-        )
+        sample = images(places)
         mean, m2 = moments(loss, weights, sample, setting.k)
-        own_ratio = {name: ratio(mean[name], m2[name], setting.k) for name in mean}
-        # The first draw gives the second its other ratio, and so on.
-        if other_ratio is not None:
-            one = {name: torch.ones_like(of) for name, of in mean.items()}
-            for kind, scale in (("sgd", one), ("vr", own_ratio), ("independent", other_ratio)):
-                step = {name: scale[name] * mean[name] for name in mean}
-                moved = {name: weights[name] - setting.rate * step[name] for name in weights}
-                with torch.no_grad():
-                    found = {
-                        "train": float(loss(weights, *sample) - loss(moved, *sample)),
-                        "test": float(loss(weights, *test) - loss(moved, *test)),
-                        **expected(mean, m2, step, setting.k),
-                    }
-                for key, value in found.items():
-                    sums[kind, key] = sums.get((kind, key), 0.0) + value
-        other_ratio = own_ratio
+        other_ratio, own_ratio = own_ratio, {name: ratio(mean[name], m2[name], setting.k) for name in mean}
+        mean_ratio = averaged_ratio(shards, own_ratio)
+        if draw_number < setting.warm_up:
+            continue
+        others = fresh[torch.randperm(len(fresh), generator=generator)]
+        test = images(others[~torch.isin(others, places)][:OTHERS])
+        with torch.no_grad():
+            before = float(loss(weights, *sample)), float(loss(weights, *test))
+        one = {name: torch.ones_like(of) for name, of in mean.items()}
+        for kind, scale in zip(KINDS, (one, own_ratio, other_ratio, mean_ratio), strict=True):
+            step = {name: scale[name] * mean[name] for name in mean}
+            moved = {name: weights[name] - setting.rate * step[name] for name in weights}
+            with torch.no_grad():
+                found = {
+                    "train": before[0] - float(loss(moved, *sample)),
+                    "test": before[1] - float(loss(moved, *test)),
+                    **expected(mean, m2, step, setting.k),
+                }
+            for key, value in found.items():
+                sums[kind, key] = sums.get((kind, key), 0.0) + value
     quotients = {"measured": ("test", "train"), "predicted": ("kept", "all"), "unbiased": ("kept_unbiased", "all")}
     return {
         f"{kind}_{name}": sums[kind, above] / sums[kind, below]
-        for kind in ("sgd", "vr", "independent")
+        for kind in KINDS
         for name, (above, below) in quotients.items()
     }
 
@@ -211,6 +227,21 @@ def ratio(mean: Tensor, m2: Tensor, k: int) -> Tensor:
     """Of VR-SGD (equations 2, 8 and 9)."""
     raw = gsnr.raw_ratio(mean, m2, k, gsnr_eps=1e-6)
     return gsnr.clamped_ratio(gsnr.normalized_ratio(raw, raw.mean()), GAMMA)
+
+
+def shards_of(weights: dict[str, Tensor], beta3: float) -> dict[str, Shard]:
+    """What keeps the running means of the weights' ratios, in their own dtype; no draw has been seen yet."""
+    group = {"beta3": beta3, "gsnr_dtype": "float32"}
+    return {name: Shard(group, of, torch.zeros_like(of), {"step": 0}) for name, of in weights.items()}
+
+
+def averaged_ratio(shards: dict[str, Shard], own: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Of VRAdam and VRLAMB, by their own function: takes one more draw's ratio into the running means."""
+    found: dict[str, Tensor] = {}
+    for name, shard in shards.items():
+        found[name] = averaged(shard, ShardLayout.whole(name, shard.tensor.numel()), own[name])
+        shard.state["step"] += 1
+    return found
 
 
 def expected(mean: dict[str, Tensor], m2: dict[str, Tensor], step: dict[str, Tensor], k: int) -> dict[str, float]:

@@ -13,7 +13,12 @@ from benchmarks.pages import table
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-KINDS = {"sgd": "SGD", "vr": "VR-SGD", "independent": "VR-SGD, r of other samples"}
+KINDS = {
+    "sgd": "SGD",
+    "vr": "VR-SGD",
+    "independent": "VR-SGD, r of other samples",
+    "averaged": "averaged r (VRAdam, VRLAMB)",
+}
 WHICH = {"measured": "measured", "predicted": "equation 5, r as measured", "unbiased": "equation 5, without bias"}
 BIN = 2.0  # of training accuracy, percentage points
 COLORS = {"Momentum": "C0", "VRMomentum": "C1", "LARS": "C2", "VRLARS": "C3"}
@@ -45,7 +50,9 @@ def tables(rows: Sequence[Row]) -> list[str]:
         one = steps[0]
         lines += [
             f"Change of the loss on others / on the {one['n']} of the step (k = {one['k']}, rate {one['rate']:g}), "
-            f"means over {one['draws']} draws; samples seen in training before, or fresh:",
+            f"means over {one['draws']} draws, while the weights stand still; samples seen in training before, or "
+            f"fresh. The averaged r is over the draws so far, of which {one['warm_up']} came before, with beta3 "
+            f"{one['beta3']:g}:",
             "",
             *table(["weights, samples", "step", *WHICH.values()], body),
         ]

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
 
 from benchmarks.evidence import gap
-from benchmarks.evidence.gap_report import best_rate, tables
+from benchmarks.evidence.gap_report import KINDS, WHICH, best_rate, tables
+from ds_vrgd import VRLAMB, VRSGD, VRAdam
 
 Images = dict[str, tuple[Tensor, Tensor]]
 
@@ -32,8 +35,6 @@ def test_equation_5_by_hand() -> None:
 
 def test_the_ratio_is_vrsgds() -> None:
     """What scales VRSGD's step, from the same chunks."""
-    from ds_vrgd import VRSGD
-
     chunks = torch.randn(8, 50, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) + 0.3
     weight = torch.nn.Parameter(torch.zeros(50, dtype=torch.float64))
     optimizer = VRSGD([weight], lr=1.0, gamma=gap.GAMMA)
@@ -47,14 +48,55 @@ def test_the_ratio_is_vrsgds() -> None:
     torch.testing.assert_close(found, weight.detach(), rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.parametrize("optimizer", [VRAdam, VRLAMB])
+def test_the_averaged_ratio_is_vradams_and_vrlambs(optimizer: type[VRAdam] | type[VRLAMB]) -> None:
+    """Three steps: draw s weighs beta3^(3 - s) (1 - beta3) / (1 - beta3^3), with the optimizers' default beta3."""
+    made = optimizer([weight := torch.nn.Parameter(torch.ones(50, dtype=torch.float64))], lr=1e-3)
+    assert [one.beta3 for one in gap.settings("small") if isinstance(one, gap.Step)] == [made.defaults["beta3"]] * 15
+    zero = {"a": torch.zeros(50, dtype=torch.float64)}
+    shards, ratios, found = gap.shards_of(zero, beta3=0.9), [], {}
+    for draw in range(3):
+        chunks = torch.randn(8, 50, dtype=torch.float64, generator=torch.Generator().manual_seed(draw)) + 0.3
+        made.zero_grad()
+        for chunk in chunks:
+            (weight @ chunk / 8).backward()
+        made.step()
+        mean, m2 = gap.moments(lambda at, chunk: at["a"] @ chunk[0], zero, [chunks], 8)
+        ratios.append(gap.ratio(mean["a"], m2["a"], 8))
+        found = gap.averaged_ratio(shards, {"a": ratios[-1]})
+    expected = (0.81 * ratios[0] + 0.9 * ratios[1] + ratios[2]) * 0.1 / (1 - 0.9**3)
+    torch.testing.assert_close(found["a"], expected, rtol=1e-9, atol=0)
+    torch.testing.assert_close(made.state[weight]["exp_avg_gsnr"] / (1 - 0.9**3), expected, rtol=1e-9, atol=0)
+
+
+def test_the_averaged_ratio_keeps_of_the_bias_what_the_own_draw_weighs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two kinds of images in noise: equation 5 promises VR-SGD more than its step keeps, as r follows its own draw.
+
+    The loss's change is linear in r. The older draws of the mean know nothing of the step's own, as the other samples'
+    ratio does not: what remains of VR-SGD's error is the own draw's weight, 1 - beta3, up to the denominators.
+    """
+    labels = torch.arange(3000) % 2
+    images = torch.randn(3000, 1, 28, 28, generator=torch.Generator().manual_seed(0))
+    images += 0.1 * (2.0 * labels - 1.0).view(-1, 1, 1, 1)
+    given(monkeypatch, {"train": (images, labels), "test": (images, labels)})
+    setting = gap.Step("mlp", 200, 0, "fresh", n=64, k=8, rate=1e-4, draws=8, seed=0)
+    alone = gap.measure(replace(setting, beta3=0.0, draws=1, warm_up=1))
+    assert [alone[f"averaged_{name}"] for name in WHICH] == [alone[f"vr_{name}"] for name in WHICH], "nothing but r"
+    row = gap.measure(setting)
+    vr, independent, averaged = (row[f"{k}_unbiased"] - row[f"{k}_measured"] for k in ("vr", "independent", "averaged"))
+    assert vr > 0.08
+    assert abs(independent) < 0.02
+    assert (averaged - independent) / (vr - independent) == pytest.approx(0.1, abs=0.04)
+
+
 def test_without_noise_every_ratio_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """All images are the same one: what a step gains on its samples it gains on others."""
     image = torch.rand(1, 1, 28, 28, generator=torch.Generator().manual_seed(0))
     same = image.expand(400, -1, -1, -1), torch.full((400,), 3)
     given(monkeypatch, {"train": same, "test": same})
     for source in ("fresh", "seen"):
-        row = gap.measure(gap.Step("mlp", 200, 1, source, n=64, k=8, rate=1e-4, draws=2, seed=0))
-        assert len(row) == 9
+        row = gap.measure(gap.Step("mlp", 200, 1, source, n=64, k=8, rate=1e-4, draws=2, seed=0, warm_up=1))
+        assert len(row) == 12
         assert row == {name: pytest.approx(1.0, abs=1e-6) for name in row}
 
 
@@ -86,6 +128,14 @@ def test_the_best_rate_is_that_of_the_test_accuracy() -> None:
     assert "| LARS | 2 | 90.00 (90.00–90.00) | 83.00 (82.00–84.00) | 7.00 (6.00–8.00) |" in text
     assert "| gap at a training accuracy of | 84–86 % |" in text
     assert "| LARS | 2.50 (-14.00–5.00) |" in text, "of 85 less 80, 81, 99, 82, 83, 84"
+
+
+def test_the_table_has_a_row_for_every_kind_of_step() -> None:
+    numbers = {f"{kind}_{which}": place + 0.25 for place, kind in enumerate(KINDS) for which in WHICH}
+    fields = {"part": "step", "epochs": 1, "source": "seen", "n": 8, "k": 2, "rate": 1.0, "draws": 3, "warm_up": 5}
+    text = "\n".join(tables([{**fields, "beta3": 0.5, **numbers}]))
+    assert "| 1 epochs, seen | averaged r (VRAdam, VRLAMB) | 3.250 | 3.250 | 3.250 |" in text
+    assert "of which 5 came before, with beta3 0.5" in text
 
 
 def test_bases_and_twins_have_equal_budgets() -> None:
