@@ -179,7 +179,7 @@ def material_of(data: PreparedData, sequence_length: int, examples: int, held_ou
         for split, documents in (("train", data.train), ("held_out", data.held_out))
     }
     phase = _phase(sequence_length, examples)
-    workers = min(24, (os.cpu_count() or 1) - 2) if examples > 16 * _BLOCK else 0
+    workers = max(0, min(24, (os.cpu_count() or 1) - 2)) if examples > 16 * _BLOCK else 0
     blocks = training_batches(MicroBatches(builders["train"], _SEED, 0, phase), RankOrder(phase, 0, 0, 1), workers)
     # Copies: what a loader's process sends is shared memory, and an open file as long as it lives.
     bank = Bank.of([{name: tensor.clone() for name, tensor in block.items()} for block in blocks], device)

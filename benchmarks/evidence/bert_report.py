@@ -85,10 +85,11 @@ def tables(rows: Sequence[Row]) -> list[str]:
 
 def draw(figure: Figure, rows: Sequence[Row]) -> None:
     """Loss against rate for two batches, and at the best rate against batch; of what has most runs."""
-    shown = max(grouped(rows, "text", "examples").values(), key=len)
+    (model, text, _), shown = max(grouped(rows, "model", "text", "examples").items(), key=lambda one: len(one[1]))
     batches = [
         batch for (batch,) in sorted(grouped(shown, "batch"), key=lambda one: -len(grouped(shown, "batch")[one]))
     ]
+    figure.suptitle(f"BERT-{model} on {text}; median and range of seeds")
     axes = figure.subplots(1, 3, sharey=True)
     for axis, batch in zip(axes[:2], sorted(batches[:2]), strict=False):
         for (optimizer,), of in grouped([row for row in shown if row["batch"] == batch], "optimizer").items():

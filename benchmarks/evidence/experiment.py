@@ -168,17 +168,17 @@ def _pool(workers: int) -> Executor:
     if workers == 1:
         return _Here()
     context = get_context("spawn")  # a process with a CUDA context cannot be forked
-    devices = _visible_devices()
     turns = context.SimpleQueue()
-    for worker in range(workers):
-        turns.put(devices[worker % len(devices)])
+    for device in _devices(workers):
+        turns.put(device)
     return ProcessPoolExecutor(workers, context, _see_one_device, (turns,))
 
 
-def _visible_devices() -> list[str]:
-    """As CUDA_VISIBLE_DEVICES names them; an empty name where there is none."""
+def _devices(workers: int) -> list[str]:
+    """One for each worker, as CUDA_VISIBLE_DEVICES names it; an empty name where there is no GPU."""
     numbers = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(torch.cuda.device_count()))))
-    return numbers.split(",")
+    names = numbers.split(",")
+    return [names[worker % len(names)] for worker in range(workers)]
 
 
 def _see_one_device(turns: SimpleQueue[str]) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from benchmarks import evidence
+from benchmarks.evidence import experiment
 from benchmarks.evidence.__main__ import main
 from benchmarks.evidence.experiment import Experiment, Row, Rows, load, sweep
 from benchmarks.evidence.report import grouped, report, spread
@@ -99,6 +100,14 @@ def test_several_workers_measure_the_same(monkeypatch: pytest.MonkeyPatch, tmp_p
         found = rows.find("small", setting)
         assert found is not None
         assert linear.measure(setting).items() <= found.items()
+
+
+def test_workers_are_shared_out_to_the_gpus_that_are_visible(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5")
+    assert experiment._devices(3) == ["3", "5", "3"]
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    monkeypatch.setattr(experiment.torch.cuda, "device_count", lambda: 0)
+    assert experiment._devices(2) == ["", ""]
 
 
 def test_nothing_begins_that_would_end_after_the_deadline(toy: Toy, tmp_path: Path) -> None:
