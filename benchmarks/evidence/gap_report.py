@@ -108,7 +108,7 @@ def draw(figure: Figure, rows: Sequence[Row]) -> None:
         ends = [min(row["sgd_measured"] for row in steps), 1.0]
         axis.plot(ends, ends, color="grey", linewidth=0.8)
         axis.set(xlabel=f"ratio by {WHICH[which]}", ylabel="ratio measured over one step")
-        axis.legend(fontsize=6)
+    axes[1].legend(fontsize=6)  # for both: there it hides no point
     for axis, pair in zip(axes[2:], (("Momentum", "VRMomentum"), ("LARS", "VRLARS")), strict=False):
         for name in pair:
             of = [row for row in gaps if row["optimizer"] == name]
