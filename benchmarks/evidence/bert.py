@@ -107,7 +107,7 @@ def settings(size: str) -> list[Setting]:
 
 def _tiny() -> Iterator[Setting]:
     """With all seeds, a few minutes each on a CPU core."""
-    grids = {"LAMB": (2e-2, 1e-2, 4e-2), "AdamW": (2e-3, 1e-3, 4e-3)}
+    grids = {"LAMB": (2e-2, 1e-2, 4e-2), "AdamW": (1e-3, 2e-3, 5e-4, 4e-3)}
     for batch, seed in product((256, 512), range(3)):
         for base, rates in grids.items():
             for rate, name in product(rates, (TWINS[base], base)):
