@@ -84,26 +84,27 @@ def tables(rows: Sequence[Row]) -> list[str]:
 
 
 def draw(figure: Figure, rows: Sequence[Row]) -> None:
-    """Loss against rate for two batches, and at the best rate against batch; of what has most runs."""
-    (model, text, _), shown = max(grouped(rows, "model", "text", "examples").items(), key=lambda one: len(one[1]))
-    batches = [
-        batch for (batch,) in sorted(grouped(shown, "batch"), key=lambda one: -len(grouped(shown, "batch")[one]))
-    ]
-    figure.suptitle(f"BERT-{model} on {text}; median and range of seeds")
-    axes = figure.subplots(1, 3, sharey=True)
-    for axis, batch in zip(axes[:2], sorted(batches[:2]), strict=False):
-        for (optimizer,), of in grouped([row for row in shown if row["batch"] == batch], "optimizer").items():
-            by_rate = sorted(grouped(of, "rate").items())
-            _line(axis, [rate for (rate,), _ in by_rate], [runs for _, runs in by_rate], optimizer)
-        axis.set(xlabel="peak learning rate", xscale="log", title=f"batch {batch:,}")
-    for (optimizer,), of in grouped(shown, "optimizer").items():
-        by_batch = sorted(grouped(of, "batch").items())
-        best = [min(grouped(runs, "rate").values(), key=_median) for _, runs in by_batch]
-        _line(axes[2], [batch for (batch,), _ in by_batch], best, optimizer)
-    axes[2].set(xlabel="batch, sequences", xscale="log", title="each at its best rate")
-    axes[0].set_ylabel("held-out masked-LM loss, nats per token")
-    for axis in axes:
-        axis.axhline(shown[0]["entropy"], color="grey", linestyle=":", label="ignores context")
+    """Loss against rate where most was run, twice, and at the best rate against batch where most batches were."""
+    trained = [row for row in rows if row["updates"]]
+    by_batch = grouped(trained, "model", "text", "examples", "batch")
+    sweeps = grouped(trained, "model", "text", "examples").values()
+    axes = figure.subplots(1, 3)
+    shown = sorted(by_batch.values(), key=len, reverse=True)[:2]
+    for axis, members in zip(axes, shown, strict=False):
+        for (optimizer,), of in grouped(members, "optimizer").items():
+            rates = sorted(grouped(of, "rate").items())
+            _line(axis, [rate for (rate,), _ in rates], [runs for _, runs in rates], optimizer)
+        title = f"BERT-{members[0]['model']}, batch {members[0]['batch']:,}"
+        axis.set(xlabel="peak learning rate", xscale="log", title=title)
+    widest = max(sweeps, key=lambda members: len(grouped(members, "batch")))
+    for (optimizer,), of in grouped(widest, "optimizer").items():
+        batches = sorted(grouped(of, "batch").items())
+        _line(axes[2], [batch for (batch,), _ in batches], [_best(runs)[1] for _, runs in batches], optimizer)
+    title = f"BERT-{widest[0]['model']}, each at its best rate"
+    axes[2].set(xlabel="batch, sequences", xscale="log", title=title)
+    axes[0].set_ylabel("held-out masked-LM loss, nats per token\nmedian, range of seeds")
+    for axis, members in zip(axes, [*shown, widest], strict=False):
+        axis.axhline(members[0]["entropy"], color="grey", linestyle=":", label="ignores context")
         axis.legend(fontsize=7)
 
 
