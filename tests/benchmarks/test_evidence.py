@@ -19,6 +19,7 @@ from benchmarks.evidence.experiment import Experiment, Row, Rows, load, sweep
 from benchmarks.evidence.report import grouped, report, spread
 from benchmarks.pages import table
 
+ROOT = Path(__file__).parents[2]
 ENVIRONMENT = {"command": "c", "date": "2026-01-01", "card": "CPU", "versions": {"torch": "2", "CUDA": "none"}}
 MARKED = "before\n<!-- evidence toy: begin -->\n<!-- evidence toy: end -->\nafter\n"
 
@@ -100,6 +101,14 @@ def test_several_workers_measure_the_same(monkeypatch: pytest.MonkeyPatch, tmp_p
         found = rows.find("small", setting)
         assert found is not None
         assert linear.measure(setting).items() <= found.items()
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "benchmarks/evidence/rows").glob("*.json")), ids=lambda path: path.stem)
+def test_the_rows_that_are_kept_are_those_of_settings(path: Path) -> None:
+    """A sweep goes on with them: none would be measured again because a field has changed."""
+    rows, settings = Rows(path), load(path.stem).settings("full")
+    found = [row for row in (rows.find("full", setting) for setting in settings) if row is not None]
+    assert len(found) == len(json.loads(path.read_text())["rows"]) > 0
 
 
 def test_workers_are_shared_out_to_the_gpus_that_are_visible(monkeypatch: pytest.MonkeyPatch) -> None:
