@@ -65,7 +65,7 @@ def section(run: dict[str, Any]) -> list[str]:
     lines += _collectives(run["collectives"]) if run["collectives"] else []
     lines += _kernels(run["kernels"]) if run["kernels"] else []
     lines += _steps(run["steps"], environment["ranks"]) if run["steps"] else []
-    lines += pretraining_table.lines(run["pretraining"]) if run["pretraining"] else []
+    lines += pretraining_table.lines(run["pretraining"]) if run.get("pretraining") else []
     return lines
 
 

@@ -80,6 +80,8 @@ class Machine:
             stderr=subprocess.STDOUT,
             text=True,
             start_new_session=True,
+            # A shell cannot trap what was ignored when it began, as ^C is in a suite that runs in the background.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )
 
     def slurm(self, *arguments: str, state: str = "RUNNING", fault: str = "", srun: str = SRUN) -> Job:
