@@ -10,6 +10,7 @@ from typing import Any
 import deepspeed
 import pytest
 import torch
+from deepspeed.runtime.zero.linear import zero3_linear_wrap
 
 import ds_vrgd
 from ds_vrgd.zero import refusals
@@ -151,19 +152,28 @@ def test_compiled_autograd_is_refused(errors: dict[str, str]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("device", "ranks", "stage", "compiled", "refused"),
+    ("device", "ranks", "stage", "after_stage_3", "compiled", "refused"),
     [
-        ("cuda", 2, 3, True, True),
-        ("cuda", 2, 3, False, False),
-        ("cuda", 2, 2, True, False),
-        ("cuda", 1, 3, True, False),
-        ("cpu", 2, 3, True, False),
+        ("cuda", 2, 3, False, True, True),
+        ("cuda", 2, 3, False, False, False),
+        ("cuda", 2, 2, False, True, False),
+        ("cuda", 2, 2, True, True, True),
+        ("cuda", 1, 3, True, True, False),
+        ("cpu", 2, 3, True, True, False),
     ],
 )
-def test_compiled_model_is_refused_at_stage_3_on_several_accelerators(
-    monkeypatch: pytest.MonkeyPatch, device: str, ranks: int, stage: int, compiled: bool, refused: bool
+def test_compiled_model_is_refused_at_and_after_stage_3_on_several_accelerators(
+    monkeypatch: pytest.MonkeyPatch,
+    device: str,
+    ranks: int,
+    stage: int,
+    after_stage_3: bool,
+    compiled: bool,
+    refused: bool,
 ) -> None:
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: ranks)
+    if after_stage_3:  # DeepSpeed leaves it in place
+        monkeypatch.setattr(torch.nn.functional, "linear", zero3_linear_wrap)
     module = torch.nn.Sequential(torch.nn.Linear(2, 2))
     if compiled:
         module[0].compile(backend="eager")  # a part is enough
@@ -171,7 +181,7 @@ def test_compiled_model_is_refused_at_stage_3_on_several_accelerators(
         device=torch.device(device), module=module, compile=lambda: None, zero_optimization_stage=lambda: stage
     )
     monkeypatch.setattr(refusals, "REFUSALS", [refusals._compiled_model])
-    several = (device, ranks, stage) == ("cuda", 2, 3)
+    several = (device, ranks) == ("cuda", 2) and (stage == 3 or after_stage_3)
     with pytest.raises(ValueError, match="with several accelerators") if refused else nullcontext():
         refusals.refuse_inexact(engine, "VRLAMB")
     refusals.guard_compile(engine)
