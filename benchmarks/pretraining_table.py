@@ -16,8 +16,8 @@ KINDS = {
     "attention": ("sdpa", "flash", "dot_do_o", "convert_dq"),
     "matrix products": ("nvjet", "gemm", "splitkreduce", "cutlass"),
     "GELU": ("gelu",),
-    "dropout, residuals, layer norm": ("norm", "dropout", "gammabeta", "masked", "maske", "fused_add"),
-    "moments and update of VRLAMB": ("_merge", "_advance", "_first", "_ratio", "_update", "multi_tensor"),
+    "dropout, residuals, layer norm": ("norm", "dropout", "gammabeta", "maske", "fused_add"),
+    "moments and update of VRLAMB": ("_merge", "_ratio_sums", "_sum_blocks", "_advance", "_apply", "multi_tensor"),
     "other": ("",),
 }
 

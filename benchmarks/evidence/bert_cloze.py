@@ -15,8 +15,7 @@ from benchmarks.evidence.experiment import Row
 from benchmarks.ranks import device_type
 from ds_vrgd.bert.squad.cloze import main as make_questions
 from ds_vrgd.bert.squad.data import Questions, read_squad
-from ds_vrgd.bert.squad.metric import score
-from ds_vrgd.bert.squad.predict import answers
+from ds_vrgd.bert.squad.finetune import answered
 from ds_vrgd.bert.squad.settings import Settings
 from ds_vrgd.bert.squad.training import train
 from ds_vrgd.bert.squad.weights import Weights
@@ -59,19 +58,9 @@ def fine_tuned(
     device = torch.device(device_type())
     model = Weights(config, tokenizer, encoder, "a run of this sweep").model(seed).to(device)
     assert settings.train_file is not None
-    size = WindowSize(settings.max_length, settings.doc_stride, settings.max_question_length)
-    to_train, asked, to_answer = _questions(tokenizer, settings.train_file, settings.predict_file, size)
+    to_train, asked, to_answer = _questions(tokenizer, settings.train_file, settings.predict_file, settings.window)
     train(model, to_train, settings, seed, device)
-    found = answers(
-        model,
-        asked,
-        to_answer,
-        device=device,
-        bf16=settings.autocasts(device),
-        n_best=settings.n_best,
-        max_answer_tokens=settings.max_answer_length,
-    )
-    scores = score(asked.truths(), {name: candidates[0].text for name, candidates in found.items()})
+    *_, scores = answered(model, asked, to_answer, settings, device)
     return {"cloze_f1": scores.f1, "cloze_exact_match": scores.exact_match}
 
 

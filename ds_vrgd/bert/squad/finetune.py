@@ -12,11 +12,11 @@ import torch
 
 from ds_vrgd.bert.squad.data import Questions, read_squad
 from ds_vrgd.bert.squad.metric import Scores, score
-from ds_vrgd.bert.squad.predict import answers, as_json
+from ds_vrgd.bert.squad.predict import Candidate, answers, as_json
 from ds_vrgd.bert.squad.settings import Settings
 from ds_vrgd.bert.squad.training import train
 from ds_vrgd.bert.squad.weights import Weights, load_weights
-from ds_vrgd.bert.squad.windows import TokenisedQuestions, WindowSize, tokenise
+from ds_vrgd.bert.squad.windows import TokenisedQuestions, tokenise
 from ds_vrgd.training.errors import InputError
 from ds_vrgd.training.files import write_text
 
@@ -45,13 +45,12 @@ def finetune(settings: Settings, report: Callable[[str], None]) -> str:
     if settings.from_scratch:
         weights = weights.without_state()
     _check_fit(settings, weights)
-    size = WindowSize(settings.max_length, settings.doc_stride, settings.max_question_length)
-    predict_windows = tokenise(predict_on, weights.tokenizer, size, training=False)
+    predict_windows = tokenise(predict_on, weights.tokenizer, settings.window, training=False)
     why = "answered with nothing: their text is empty"
     _report_windows(report, "--predict-file", predict_on, predict_windows, why)
     train_windows = None
     if train_on is not None:
-        train_windows = tokenise(train_on, weights.tokenizer, size, training=True)
+        train_windows = tokenise(train_on, weights.tokenizer, settings.window, training=True)
         why = "left out: their answer does not stand at its answer_start"
         _report_windows(report, "--train-file", train_on, train_windows, why)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -62,17 +61,7 @@ def finetune(settings: Settings, report: Callable[[str], None]) -> str:
     for seed in settings.seeds:
         model = weights.model(seed).to(device)
         trained = None if train_windows is None else train(model, train_windows, settings, seed, device)
-        found = answers(
-            model,
-            predict_on,
-            predict_windows,
-            device=device,
-            bf16=bf16,
-            n_best=settings.n_best,
-            max_answer_tokens=settings.max_answer_length,
-        )
-        predictions = {name: candidates[0].text for name, candidates in found.items()}
-        scores = score(predict_on.truths(), predictions)
+        found, predictions, scores = answered(model, predict_on, predict_windows, settings, device)
         folder = settings.output / f"seed-{seed}"
         folder.mkdir(parents=True)
         _write(folder / "predictions.json", predictions)
@@ -98,6 +87,23 @@ def finetune(settings: Settings, report: Callable[[str], None]) -> str:
         },
     )
     return summary
+
+
+def answered(
+    model: torch.nn.Module, source: Questions, tokenised: TokenisedQuestions, settings: Settings, device: torch.device
+) -> tuple[dict[str, list[Candidate]], dict[str, str], Scores]:
+    """Candidates and the best one's text, by question id, and what those score. ``model`` is on ``device``."""
+    found = answers(
+        model,
+        source,
+        tokenised,
+        device=device,
+        bf16=settings.autocasts(device),
+        n_best=settings.n_best,
+        max_answer_tokens=settings.max_answer_length,
+    )
+    predictions = {name: candidates[0].text for name, candidates in found.items()}
+    return found, predictions, score(source.truths(), predictions)
 
 
 def _check_fit(settings: Settings, weights: Weights) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from ds_vrgd.bert.squad.windows import WindowSize
 from ds_vrgd.optim import OPTIMIZERS as VR_OPTIMIZERS
 from ds_vrgd.training.errors import InputError
 
@@ -69,6 +70,11 @@ class Settings(BaseModel):
     def chunk(self) -> int:
         """Windows of one backward pass."""
         return self.micro_batch or self.batch_size
+
+    @property
+    def window(self) -> WindowSize:
+        """How texts are cut."""
+        return WindowSize(self.max_length, self.doc_stride, self.max_question_length)
 
     def autocasts(self, device: torch.device) -> bool:
         """Whether training and answering run in bf16 autocast there."""
