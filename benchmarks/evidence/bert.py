@@ -9,7 +9,7 @@ this small does not fill a GPU either: take ``--workers 2`` for each.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
@@ -20,8 +20,10 @@ import ds_vrgd
 from benchmarks.evidence.bert_cloze import SETTINGS as CLOZE
 from benchmarks.evidence.bert_cloze import fine_tuned, make
 from benchmarks.evidence.bert_data import GENERAL, SPEECHES, Material, material
-from benchmarks.evidence.bert_report import draw, tables
+from benchmarks.evidence.bert_report import draw, tables, worth
 from benchmarks.evidence.experiment import FULL, Experiment, Row
+from benchmarks.evidence.report import grouped
+from benchmarks.evidence.tuning import SEEDS, tune
 from benchmarks.ranks import device_type
 from ds_vrgd.bert.model import PretrainingModel, bert_config
 from ds_vrgd.bert.runfile import ModelSection
@@ -33,11 +35,12 @@ MODELS = {
     "mini": {"num_hidden_layers": 4, "hidden_size": 256, "num_attention_heads": 4, "intermediate_size": 1024},
     "toy": {"num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 2, "intermediate_size": 256},
 }
-#: Seen by a run of the full size: what the first probe of the project saw, and three times as many; and by a few runs.
-EXAMPLES = {SPEECHES: 262_144, GENERAL: 786_432}
-LONGER = 1_048_576
+#: Seen by a run of the full size, and by a few.
+EXAMPLES, LONGER = 786_432, 1_048_576
 TWINS = {"LAMB": "VRLAMB", "AdamW": "VRAdamW"}
 UNTRAINED = "none"
+BATCHES = (2048, 8192, 4096, 16384, 32768, 1024)
+RATES = {"LAMB": (1e-2, 5e-3), "AdamW": (1e-3, 5e-4)}
 WARMUP, WEIGHT_DECAY, CLIP = 0.1, 0.01, 1.0
 EVALUATIONS = 8
 
@@ -75,34 +78,32 @@ def settings(size: str) -> list[Setting]:
             for base in TWINS
             for name in (TWINS[base], base)
         ]
-    grids = {"LAMB": (1e-2, 5e-3, 2e-2), "AdamW": (1e-3, 5e-4, 2e-3)}
-    wider = {"LAMB": (2.5e-3, 4e-2), "AdamW": (2.5e-4, 4e-3)}
+    untrained = [Setting("mini", GENERAL, 128, 0, 2048, 128, UNTRAINED, 0.0, seed, cloze=True) for seed in SEEDS]
+    trained = [_mini(name, batch, rate, SEEDS[0]) for batch in BATCHES for name, rate in _starts(RATES)]
+    longer = [_mini(name, 2048, rate, SEEDS[0], LONGER) for name, rate in _starts({"LAMB": RATES["LAMB"]})]
+    return [*_tiny(), *untrained, *trained, *longer]
 
-    def runs(
-        text: str, batch: int, base: str, rates: tuple[float, ...], seed: int, examples: int | None = None
-    ) -> Iterator[Setting]:
-        # 16 chunks are the least that the paper's study calls good enough.
-        micro_batch, examples = min(1024, batch // 16), examples or EXAMPLES[text]
-        for rate in rates:
-            for name in (TWINS[base], base):
-                yield Setting("mini", text, 128, examples, batch, micro_batch, name, rate, seed, cloze=text == GENERAL)
 
-    plan = [(GENERAL, 2048, base, grids[base], 0) for base in grids]
-    plan += [(SPEECHES, 2048, "LAMB", grids["LAMB"], 0)]
-    plan += [(GENERAL, 8192, base, grids[base], 0) for base in grids]
-    plan += [(GENERAL, batch, base, grids[base], seed) for seed in (1, 2) for base in grids for batch in (2048, 8192)]
-    plan += [(GENERAL, batch, base, grids[base], 0) for batch in (32768, 4096, 16384, 1024) for base in grids]
-    plan += [(GENERAL, batch, base, wider[base], 0) for batch in (2048, 8192, 32768) for base in grids]
-    plan += [
-        (GENERAL, batch, base, grids[base], seed)
-        for seed in (1, 2)
-        for batch in (32768, 4096, 16384, 1024)
-        for base in grids
+def follow_up(size: str, rows: Sequence[Row]) -> list[Setting]:
+    """Each optimizer's own best rate at every batch, and there the other seeds."""
+    swept = [row for row in rows if size == FULL and row["examples"] == EXAMPLES]
+    return [
+        _mini(name, batch, rate, seed)
+        for (name, batch), of in grouped(swept, "optimizer", "batch").items()
+        for rate, seed in tune(of, "rate", worth, RATES[name.removeprefix("VR")])
     ]
-    plan += [(GENERAL, 2048, "LAMB", grids["LAMB"][:2], 0, LONGER)]
-    untrained = [Setting("mini", GENERAL, 128, 0, 2048, 128, UNTRAINED, 0.0, seed, cloze=True) for seed in range(3)]
-    first, *others = ([*runs(*part)] for part in plan)
-    return [*_tiny(), *first, *untrained, *(setting for part in others for setting in part)]
+
+
+def _starts(rates: dict[str, tuple[float, ...]]) -> Iterator[tuple[str, float]]:
+    for base, of_base in rates.items():
+        for rate in of_base:
+            yield from ((TWINS[base], rate), (base, rate))
+
+
+def _mini(optimizer: str, batch: int, rate: float, seed: int, examples: int | None = None) -> Setting:
+    # 16 chunks are the least that the paper's study calls good enough.
+    micro_batch = min(1024, batch // 16)
+    return Setting("mini", GENERAL, 128, examples or EXAMPLES, batch, micro_batch, optimizer, rate, seed, cloze=True)
 
 
 def _tiny() -> Iterator[Setting]:
@@ -116,7 +117,7 @@ def _tiny() -> Iterator[Setting]:
 
 def _source(setting: Setting) -> tuple[str, int, int, int]:
     # All runs of the full size but the few take their examples from one bank.
-    examples = setting.examples if setting.model != "mini" else max(EXAMPLES[setting.text], setting.examples)
+    examples = setting.examples if setting.model != "mini" else max(EXAMPLES, setting.examples)
     return setting.text, setting.sequence_length, examples, setting.held_out
 
 
@@ -233,5 +234,5 @@ def prepare(size: str) -> None:
 
 
 EXPERIMENT = Experiment(
-    "BERT: held-out loss against rate and batch", settings, measure, tables, draw, (11.0, 4.0), prepare
+    "BERT: held-out loss against rate and batch", settings, measure, tables, draw, (11.0, 4.0), follow_up, prepare
 )

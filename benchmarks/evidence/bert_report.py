@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from benchmarks.evidence.experiment import Row
 from benchmarks.evidence.report import grouped, spread
+from benchmarks.evidence.tuning import best
 from benchmarks.pages import table
 
 if TYPE_CHECKING:
@@ -40,10 +41,13 @@ def _updates_to(target: float, row: Row) -> float:
     return math.inf
 
 
+def worth(row: Row) -> float:
+    """By which a rate is chosen: the less the loss, the more."""
+    return -row["final"] if math.isfinite(row["final"]) else -math.inf
+
+
 def _best(rows: Sequence[Row]) -> tuple[float, list[Row]]:
-    """The rate with the least median of the final losses, and its runs."""
-    (rate,), runs = min(sorted(grouped(rows, "rate").items()), key=lambda one: _median(one[1]))
-    return rate, runs
+    return best(sorted(rows, key=lambda row: row["rate"]), "rate", worth)
 
 
 def tables(rows: Sequence[Row]) -> list[str]:
@@ -56,9 +60,9 @@ def tables(rows: Sequence[Row]) -> list[str]:
             continue
         cells: dict[tuple[int, str], list[str]] = {}
         for (batch,), of_batch in grouped(of_model, "batch").items():
-            best = {name: _best(runs) for (name,), runs in grouped(of_batch, "optimizer").items()}
-            target = max(_median(runs) for _, runs in best.values())
-            for name, (rate, runs) in best.items():
+            chosen = {name: _best(runs) for (name,), runs in grouped(of_batch, "optimizer").items()}
+            target = max(_median(runs) for _, runs in chosen.values())
+            for name, (rate, runs) in chosen.items():
                 tried = sorted(grouped([row for row in of_batch if row["optimizer"] == name], "rate").items())
                 steps = statistics.median(_updates_to(target, row) for row in runs)
                 answered = [row["cloze_f1"] for row in runs if "cloze_f1" in row]

@@ -36,6 +36,8 @@ class Experiment:
         title: of the figure and its table.
         settings: of a size, the most telling ones first; frozen dataclasses whose fields JSON can hold. A row is known
             by them, so what changes a result is a field.
+        follow_up: for a size and the rows so far, the settings that these call for: another rate, say, where the best
+            so far is at the edge of those that were tried, or more seeds at the best one.
         measure: the results of one setting, by names that no field has; JSON can hold them. A run that came apart is a
             result (a loss of NaN), an exception is not: the sweep goes on, and tries the setting again next time.
         tables: Markdown lines for rows that hold the fields and the results.
@@ -50,6 +52,7 @@ class Experiment:
     tables: Callable[[Sequence[Row]], list[str]]
     draw: Callable[[Figure, Sequence[Row]], None]
     figure_size: tuple[float, float] = (9.0, 4.0)
+    follow_up: Callable[[str, Sequence[Row]], Sequence[Any]] = lambda size, rows: ()
     prepare: Callable[[str], None] = lambda size: None
 
 
@@ -98,6 +101,17 @@ class Rows:
         return self._content["environments"][row["environment"]]
 
 
+def called_for(experiment: Experiment, size: str, rows: Rows) -> list[Any]:
+    """The settings of a size, and before them those that the rows so far call for."""
+    settings = list(experiment.settings(size))
+    while True:
+        found = [row for row in (rows.find(size, setting) for setting in settings) if row is not None]
+        more = [setting for setting in experiment.follow_up(size, found) if setting not in settings]
+        if not more:
+            return settings
+        settings = [*more, *settings]
+
+
 def sweep(
     name: str,
     size: str,
@@ -107,7 +121,7 @@ def sweep(
     deadline: float | None = None,
     workers: int = 1,
 ) -> list[Any]:
-    """Measure every setting of an experiment that has no row yet.
+    """Measure every setting of an experiment that has no row yet, and those that the new rows call for.
 
     Args:
         deadline: of ``time.monotonic()``. A setting begins only if the longest one of this sweep would end before.
@@ -116,25 +130,30 @@ def sweep(
     Returns:
         The settings that have no row still, because they failed or time was up.
     """
-    missing = [setting for setting in load(name).settings(size) if rows.find(size, setting) is None]
-    waiting, done, longest = list(missing), 0, 0.0
-    if missing:
-        load(name).prepare(size)
+    experiment, begun, done, longest = load(name), set[Any](), 0, 0.0
+
+    def missing() -> list[Any]:
+        return [setting for setting in called_for(experiment, size, rows) if rows.find(size, setting) is None]
+
+    if missing():
+        experiment.prepare(size)
     with _pool(workers) as pool:
         running: dict[Future[tuple[Row | None, float]], Any] = {}
-        while waiting or running:
+        while True:
+            waiting = [setting for setting in missing() if setting not in begun]
             if deadline is not None and time.monotonic() + longest > deadline:
                 waiting.clear()
-            while waiting and len(running) < workers:
-                setting = waiting.pop(0)
+            for setting in waiting[: workers - len(running)]:
+                begun.add(setting)
                 running[pool.submit(_measure, name, setting)] = setting
+            if not running:
+                return missing()
             for future in wait(running, return_when=FIRST_COMPLETED).done:
                 setting, (results, seconds) = running.pop(future), future.result()
                 done, longest = done + 1, max(longest, seconds)
-                print(f"{name} {done}/{len(missing)}, {seconds:.1f} s: {setting}", flush=True)
+                print(f"{name} {done}, {seconds:.1f} s: {setting}", flush=True)
                 if results is not None:
                     rows.add(_row(name, size, setting, results, seconds), environment)
-    return [setting for setting in missing if rows.find(size, setting) is None]
 
 
 def _measure(name: str, setting: Any) -> tuple[Row | None, float]:

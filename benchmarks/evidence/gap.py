@@ -83,6 +83,8 @@ def settings(size: str) -> list[Step | Gap]:
     ]
     batch, k, epochs = (8192, 32, 60) if full else (1000, 10, 60)
     rates = {"Momentum": (0.2, 0.4, 0.1, 0.8), "LARS": (10.0, 20.0, 5.0, 40.0, 80.0)}
+    if full:  # this network comes apart at 0.4 and at 20
+        rates = {"Momentum": (0.2, 0.4, 0.1, 0.05), "LARS": (10.0, 20.0, 5.0, 2.5)}
     gaps = [
         Gap(network, images, batch, k, epochs, name, rate, seed)
         for base in PAIRS

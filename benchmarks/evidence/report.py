@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.evidence.experiment import FULL, SMALL, Experiment, Row, Rows, load
+from benchmarks.evidence.experiment import FULL, SMALL, Experiment, Row, Rows, called_for, load
 from benchmarks.pages import DOCS, replace_between
 
 PAGE = DOCS / "RESULTS.md"
@@ -43,7 +43,7 @@ def report(name: str, folder: Path, page: Path = PAGE) -> str | None:
         return None
     experiment, rows = load(name), Rows(path)
     for size in (FULL, SMALL):
-        settings = experiment.settings(size)
+        settings = called_for(experiment, size, rows)
         found = [row for row in (rows.find(size, setting) for setting in settings) if row is not None]
         if found:
             _draw(experiment, found, page.parent / "figures" / f"{name}.svg")

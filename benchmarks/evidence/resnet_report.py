@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from benchmarks.evidence.experiment import Row
 from benchmarks.evidence.report import grouped, spread
+from benchmarks.evidence.tuning import best
 from benchmarks.pages import table
 
 if TYPE_CHECKING:
@@ -41,11 +42,9 @@ def accuracies(rows: Sequence[Row]) -> list[float]:
     return [100.0 * row["accuracy"] for row in rows]
 
 
-def best(rows: Sequence[Row]) -> tuple[float, list[Row]]:
-    """The factor of the rate with the highest median accuracy, and its rows."""
-    groups = grouped(rows, "factor")
-    (factor,), members = max(groups.items(), key=lambda item: statistics.median(accuracies(item[1])))
-    return factor, members
+def accuracy(row: Row) -> float:
+    """By which a rate is chosen: a fraction."""
+    return float(row["accuracy"])
 
 
 def tables(rows: Sequence[Row]) -> list[str]:
@@ -60,7 +59,7 @@ def tables(rows: Sequence[Row]) -> list[str]:
             at_rule = [row for row in found if row["factor"] == 1.0]
             line.append(_cell(at_rule))
             if found:
-                factor, members = best(found)
+                factor, members = best(found, "factor", accuracy)
                 tried = len({row["factor"] for row in found})
                 own.append(f"{_cell(members)} at {factor:g} of {tried}")
             else:
@@ -82,8 +81,8 @@ def tables(rows: Sequence[Row]) -> list[str]:
     return [
         *lines,
         "",
-        "The same, each at the best of the factors of that rate that were tried (chosen on the held-out images): the "
-        "factor, and of how many.",
+        "The same, each at the best of the factors of that rate that were tried (chosen on the held-out images, of one "
+        "seed): the factor, and of how many.",
         "",
         *table(["batch", *map(str, batches)], tuned),
     ]

@@ -78,6 +78,23 @@ def merge_(mean: Tensor, m2: Tensor, count: int, new_mean: Tensor, new_m2: Tenso
     m2.add_(new_m2).addcmul_(delta, delta, value=count * new_count / (count + new_count))
 
 
+def merge_chunk_of_each_(means: list[Tensor], m2s: list[Tensor], count: int, chunks: list[Tensor]) -> None:
+    """Merge one more chunk into the moments of each of many parameters, in place; a few launches for all of them.
+
+    Args:
+        means, m2s: moments so far of every parameter, updated; one dtype and device.
+        count: chunks that each of them stands for. 0 overwrites them, as in :func:`merge_`.
+        chunks: the gradient of every parameter, of the same shape and dtype; overwritten.
+    """
+    if count == 0:
+        torch._foreach_copy_(means, chunks)
+        torch._foreach_zero_(m2s)
+        return
+    torch._foreach_sub_(chunks, means)
+    torch._foreach_add_(means, chunks, alpha=1 / (count + 1))
+    torch._foreach_addcmul_(m2s, chunks, chunks, value=count / (count + 1))
+
+
 def merge_chunks_(received: Tensor, total: Tensor, m2: Tensor, parts: int) -> None:
     """Merge a micro-batch of k chunks into the moments of ``parts`` micro-batches of k chunks each, in place.
 

@@ -5,17 +5,17 @@ Each rank keeps the moments of its own chunks, full-sized; they meet once a step
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ds_vrgd.moments.chan import Moments, merge_
+from ds_vrgd.moments.chan import Moments, merge_, merge_chunk_of_each_
 from ds_vrgd.moments.norms import ChunkNorms
 from ds_vrgd.moments.sequences import SequenceGroups
 
-# Elements that the ranks of a sequence sum at once: 64 MB in fp32.
+# Elements that are merged, or that the ranks of a sequence sum, at once: 64 MB in fp32.
 AT_ONCE = 2**24
 
 
@@ -33,13 +33,6 @@ class _Accumulator:
             self.pending = grad.detach().clone()
         else:
             self.pending = self.pending.to(self.mean.dtype) + grad
-
-    def close(self) -> None:
-        """End the micro-batch: what is pending becomes one chunk."""
-        if self.pending is not None:
-            merge_(self.mean, self.m2, self.chunks, self.pending.flatten().to(self.mean.dtype), 0.0, 1)
-            self.chunks += 1
-            self.pending = None
 
     def restart(self) -> None:
         """Forget everything, also what a backward pass that broke off has left."""
@@ -130,21 +123,16 @@ class ReplicatedMoments:
         self._close()
 
     def _close(self) -> None:
-        for accumulator in self._accumulators.values():
-            accumulator.close()
+        """What is pending becomes one chunk."""
+        pending = (held for held in self._accumulators.values() if held.pending is not None)
+        for together in _at_once(pending, lambda held: (held.mean.device, held.mean.dtype, held.chunks)):
+            _merge_pending(together)
 
     def _join_parts(self, sequences: SequenceGroups) -> None:
         """Sum every gradient over the ranks that share this rank's samples; what a rank has no part in counts as 0."""
         if not self._accumulators:
             self._allocate(self._params)  # others may have gradients
-        waiting: dict[tuple[torch.device, torch.dtype], list[_Accumulator]] = {}
-        for held in self._accumulators.values():
-            together = waiting.setdefault((held.mean.device, held.mean.dtype), [])
-            together.append(held)
-            if sum(one.mean.numel() for one in together) >= AT_ONCE:
-                _sum_pending(together, sequences.group)
-                together.clear()
-        for together in waiting.values():
+        for together in _at_once(self._accumulators.values(), lambda held: (held.mean.device, held.mean.dtype)):
             _sum_pending(together, sequences.group)
 
     def finish(self) -> int:
@@ -231,10 +219,39 @@ class ReplicatedMoments:
         self._merged = False
 
 
+def _at_once(
+    accumulators: Iterable[_Accumulator], alike: Callable[[_Accumulator], Hashable]
+) -> Iterator[list[_Accumulator]]:
+    """Those that are alike together, in their order, until they hold ``AT_ONCE`` elements."""
+    waiting: dict[Hashable, tuple[list[_Accumulator], int]] = {}
+    for held in accumulators:
+        key = alike(held)
+        together, elements = waiting.pop(key, ([], 0))
+        together.append(held)
+        elements += held.mean.numel()
+        if elements >= AT_ONCE:
+            yield together
+        else:
+            waiting[key] = together, elements
+    for together, _ in waiting.values():
+        yield together
+
+
+def _merge_pending(accumulators: Sequence[_Accumulator]) -> None:
+    """Take the gradients of the micro-batch that is open, of parameters that have seen equally many chunks."""
+    chunks = []
+    for held in accumulators:
+        assert held.pending is not None
+        chunks.append(held.pending.flatten().to(held.mean.dtype))
+        held.pending = None
+    means, m2s = [held.mean for held in accumulators], [held.m2 for held in accumulators]
+    merge_chunk_of_each_(means, m2s, accumulators[0].chunks, chunks)
+    for held in accumulators:
+        held.chunks += 1
+
+
 def _sum_pending(accumulators: Sequence[_Accumulator], group: Any) -> None:
     """Sum the gradients of the micro-batch that is open over the ranks of ``group``, in one all-reduce."""
-    if not accumulators:
-        return
     together = torch.cat(
         [torch.zeros_like(held.mean) if held.pending is None else held.pending.flatten().to(held.mean.dtype)
          for held in accumulators]

@@ -15,7 +15,7 @@ import pytest
 from benchmarks import evidence
 from benchmarks.evidence import experiment
 from benchmarks.evidence.__main__ import main
-from benchmarks.evidence.experiment import Experiment, Row, Rows, load, sweep
+from benchmarks.evidence.experiment import Experiment, Row, Rows, called_for, load, sweep
 from benchmarks.evidence.report import grouped, report, spread
 from benchmarks.pages import table
 
@@ -78,6 +78,25 @@ def test_rows_that_are_there_are_not_measured_again(toy: Toy, tmp_path: Path) ->
     assert content["environments"][0]["command"] == "python -m benchmarks.evidence --size small"
 
 
+def test_rows_call_for_more_which_come_first(monkeypatch: pytest.MonkeyPatch, toy: Toy, tmp_path: Path) -> None:
+    """Each row calls for its rate's half, down to a quarter; one that fails is not tried again in the same sweep."""
+
+    def halved(size: str, rows: Sequence[Row]) -> list[Setting]:
+        return [Setting(row["rate"] / 2, row["seed"]) for row in rows if row["rate"] > 0.03]
+
+    made = replace(load("toy"), follow_up=halved)
+    monkeypatch.setattr(sys.modules["benchmarks.evidence.toy"], "EXPERIMENT", made)
+    toy.fails = {1}
+    rows = Rows(tmp_path / "toy.json")
+    assert sweep("toy", "small", rows, ENVIRONMENT) == [Setting(0.1, 1)]
+    assert [(one.rate, one.seed) for one in toy.measured] == [
+        (0.1, 0), (0.05, 0), (0.025, 0), (0.1, 2), (0.05, 2), (0.025, 2),
+    ]  # fmt: skip
+    page = tmp_path / "page.md"
+    page.write_text(MARKED)
+    assert report("toy", tmp_path, page) == f"toy: 6 of 7 rows of size small in {page}"
+
+
 def test_a_failure_has_no_row_and_is_tried_again(toy: Toy, tmp_path: Path) -> None:
     toy.fails = {1}
     assert main(["toy", "--output", str(tmp_path)]) == 1
@@ -106,7 +125,8 @@ def test_several_workers_measure_the_same(monkeypatch: pytest.MonkeyPatch, tmp_p
 @pytest.mark.parametrize("path", sorted((ROOT / "benchmarks/evidence/rows").glob("*.json")), ids=lambda path: path.stem)
 def test_the_rows_that_are_kept_are_those_of_settings(path: Path) -> None:
     """A sweep goes on with them: none would be measured again because a field has changed."""
-    rows, settings = Rows(path), load(path.stem).settings("full")
+    rows = Rows(path)
+    settings = called_for(load(path.stem), "full", rows)
     found = [row for row in (rows.find("full", setting) for setting in settings) if row is not None]
     assert len(found) == len(json.loads(path.read_text())["rows"]) > 0
 
