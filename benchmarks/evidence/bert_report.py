@@ -55,7 +55,7 @@ def tables(rows: Sequence[Row]) -> list[str]:
     lines: list[str] = []
     for (model, text, examples), of_model in grouped(rows, "model", "text", "examples").items():
         if examples == 0:
-            f1 = spread([row["cloze_f1"] for row in of_model], 1)
+            f1 = spread([row["cloze_f1"] for row in of_model if "cloze_f1" in row], 1)
             lines += [f"BERT-{model} with random weights, fine-tuned on the questions ({text}): F1 {f1}.", ""]
             continue
         cells: dict[tuple[int, str], list[str]] = {}

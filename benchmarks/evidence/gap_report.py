@@ -21,6 +21,7 @@ KINDS = {
 }
 WHICH = {"measured": "measured", "predicted": "equation 5, r as measured", "unbiased": "equation 5, without bias"}
 BIN = 2.0  # of training accuracy, percentage points
+APART = 50.0  # training accuracy at the end, percent, of a run that came apart: of ten classes
 COLORS = {"Momentum": "C0", "VRMomentum": "C1", "LARS": "C2", "VRLARS": "C3"}
 
 
@@ -82,6 +83,8 @@ def _at_equal_accuracy(gaps: Sequence[Row]) -> list[str]:
     """Gaps along the trainings, of all rates and seeds, by training accuracy: where a training stops does not count."""
     found: dict[str, dict[int, list[float]]] = {}
     for row in gaps:
+        if row["train"] < APART:
+            continue
         bins = found.setdefault(row["optimizer"], {})
         for _, train, test in row["curve"]:
             bins.setdefault(int(train // BIN), []).append(train - test)

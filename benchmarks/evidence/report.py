@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,12 +12,17 @@ from benchmarks.evidence.experiment import FULL, SMALL, Experiment, Row, Rows, c
 from benchmarks.pages import DOCS, replace_between
 
 PAGE = DOCS / "RESULTS.md"
+_LARGE = 1e6  # from where on a value is shown by its magnitude
 
 
 def spread(values: Sequence[float], digits: int = 3) -> str:
-    """Median and, in brackets, the least and the largest of several values."""
-    median = f"{statistics.median(values):.{digits}f}"
-    return median if len(values) == 1 else f"{median} ({min(values):.{digits}f}–{max(values):.{digits}f})"
+    """Median and, in brackets, the least and the largest of several values; one that is not finite is the largest."""
+    ordered = sorted(value if math.isfinite(value) else math.inf for value in values)
+    shown = [
+        "apart" if value == math.inf else f"{value:.{digits}f}" if abs(value) < _LARGE else f"{value:.0e}"
+        for value in (statistics.median(ordered), ordered[0], ordered[-1])
+    ]
+    return shown[0] if len(values) == 1 else f"{shown[0]} ({shown[1]}–{shown[2]})"
 
 
 def grouped(rows: Sequence[Row], *fields: str) -> dict[tuple[Any, ...], list[Row]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -15,7 +16,12 @@ RATES = 8
 
 
 def tune(
-    rows: Sequence[Row], field: str, value: Callable[[Row], float], starts: Sequence[float]
+    rows: Sequence[Row],
+    field: str,
+    value: Callable[[Row], float],
+    starts: Sequence[float],
+    *,
+    apart: float = -math.inf,
 ) -> list[tuple[float, int]]:
     """The rates, each with a seed, that the rows of one optimizer at one batch call for.
 
@@ -23,6 +29,8 @@ def tune(
         field: of a row, that holds the rate or a factor of it.
         value: of a row, higher where it is better.
         starts: rates that are tried anyway.
+        apart: value of a run that came apart, at most. Which of these is the best says nothing: while there are no
+            others, lower rates are tried.
 
     Returns:
         The neighbours of the best rate that were not tried; or where it has worse ones on both sides, that rate with
@@ -31,7 +39,7 @@ def tune(
     tried = {row[field]: value(row) for row in rows if row["seed"] == SEEDS[0]}
     if not tried.keys() >= set(starts):
         return []
-    at_best = max(sorted(tried), key=lambda rate: tried[rate])  # the lowest of equals: where all came apart, go down
+    at_best = max(sorted(tried), key=lambda rate: max(tried[rate], apart))  # the lowest of equals
     neighbours = [rate for rate in (at_best / 2, at_best * 2) if rate not in tried]
     if neighbours and len(tried) < RATES:
         return [(rate, SEEDS[0]) for rate in neighbours]

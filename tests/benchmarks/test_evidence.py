@@ -180,6 +180,14 @@ def test_the_spread_of_one_value_is_that_value() -> None:
     assert spread([3.0, 1.0, 2.0], digits=1) == "2.0 (1.0–3.0)"
 
 
+def test_what_came_apart_is_the_worst_of_a_spread_and_has_no_digits() -> None:
+    nan = float("nan")
+    assert spread([nan, 1.0, 2.0], digits=1) == "2.0 (1.0–apart)"
+    assert spread([1.0, nan, nan]) == "apart (1.000–apart)"
+    assert spread([1.0, 1.2e29, 2.0], digits=1) == "2.0 (1.0–1e+29)"
+    assert spread([nan]) == "apart"
+
+
 def test_an_unknown_name_is_named(toy: Toy, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["linaer"])

@@ -55,7 +55,7 @@ def test_replayed_passes_train_as_launched_ones(optimizer: str, monkeypatch: pyt
 
 
 def test_a_run_learns_and_its_row_is_complete() -> None:
-    data = InMemory(small_images(), torch.device("cpu"))
+    data = InMemory(small_images(), torch.device(DEVICE))
     row = resnet.train(SETTING, data)
     # Four classes that brightness tells apart: guessing is right once in four.
     assert row["accuracy"] > 0.6
@@ -67,7 +67,7 @@ def test_a_run_learns_and_its_row_is_complete() -> None:
 
 def test_a_run_that_comes_apart_is_a_row() -> None:
     row = resnet.train(
-        replace(SETTING, optimizer="momentum", factor=1e30), InMemory(small_images(), torch.device("cpu"))
+        replace(SETTING, optimizer="momentum", factor=1e30), InMemory(small_images(), torch.device(DEVICE))
     )
     assert not math.isfinite(row["loss"])
     assert len(row["evaluations"]) < 8

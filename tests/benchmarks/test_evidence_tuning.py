@@ -35,6 +35,14 @@ def test_where_all_came_apart_lower_rates_are_tried_and_not_for_ever() -> None:
     assert len(tried) == RATES
 
 
+def test_a_best_among_runs_that_came_apart_is_none() -> None:
+    tried = rows({1.0: 2.31, 0.5: 1.7, 0.25: 2.3})
+    assert tune(tried, "rate", worth, (1.0, 0.5)) == [(0.5, 1), (0.5, 2)]
+    assert tune(tried, "rate", worth, (1.0, 0.5), apart=-1.5) == [(0.125, 0)]
+    tried += rows({0.125: 0.5})
+    assert tune(tried, "rate", worth, (1.0, 0.5), apart=-1.5) == [(0.0625, 0)]
+
+
 def test_rates_are_compared_over_the_seeds_that_all_have() -> None:
     few = [*rows({1.0: 2.0, 0.5: 3.0}), *rows({1.0: 9.0}, seed=1), *rows({1.0: 9.0}, seed=2)]
     rate, members = best(few, "rate", worth)
