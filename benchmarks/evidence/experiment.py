@@ -72,6 +72,7 @@ class Rows:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._content: dict[str, list[dict[str, Any]]] = {"environments": [], "rows": []}
+        self._by_fields: dict[tuple[str, ...], dict[str, Row]] = {}
         if path.exists():
             self._content = json.loads(path.read_text())
 
@@ -81,6 +82,7 @@ class Rows:
         if environment not in environments:
             environments.append(environment)
         self._content["rows"].append(_as_json({**row, "environment": environments.index(environment)}))
+        self._by_fields.clear()
         write_whole(self._path, self._text())
 
     def _text(self) -> str:
@@ -90,11 +92,12 @@ class Rows:
 
     def find(self, size: str, setting: Any) -> Row | None:
         """The row of a setting, or None."""
-        wanted = {"size": size, **_as_json(asdict(setting))}
-        for row in self._content["rows"]:
-            if wanted.items() <= row.items():
-                return row
-        return None
+        wanted = {"size": size, **asdict(setting)}
+        names = tuple(wanted)
+        if names not in self._by_fields:
+            rows = [row for row in reversed(self._content["rows"]) if row.keys() >= wanted.keys()]
+            self._by_fields[names] = {_key(row, names): row for row in rows}
+        return self._by_fields[names].get(_key(wanted, names))
 
     def environment_of(self, row: Row) -> dict[str, Any]:
         """What a row was measured with."""
@@ -203,6 +206,10 @@ def _devices(workers: int) -> list[str]:
 def _see_one_device(turns: SimpleQueue[str]) -> None:
     """In a worker, before it uses CUDA."""
     os.environ["CUDA_VISIBLE_DEVICES"] = turns.get()
+
+
+def _key(row: Row, names: tuple[str, ...]) -> str:
+    return json.dumps([row[name] for name in names])
 
 
 def _as_json(fields: dict[str, Any]) -> dict[str, Any]:
