@@ -88,27 +88,29 @@ def tables(rows: Sequence[Row]) -> list[str]:
 
 
 def draw(figure: Figure, rows: Sequence[Row]) -> None:
-    """Loss against rate where most was run, twice, and at the best rate against batch where most batches were."""
-    trained = [row for row in rows if row["updates"]]
-    by_batch = grouped(trained, "model", "text", "examples", "batch")
-    sweeps = grouped(trained, "model", "text", "examples").values()
+    """Loss against rate, of the two longest sweeps at their best batch; against batch where most batches were."""
+    sweeps = grouped([row for row in rows if row["updates"]], "model", "text", "examples").values()
     axes = figure.subplots(1, 3)
-    shown = sorted(by_batch.values(), key=len, reverse=True)[:2]
-    for axis, members in zip(axes, shown, strict=False):
-        for (optimizer,), of in grouped(members, "optimizer").items():
+    for axis, members in zip(axes, sorted(sweeps, key=len, reverse=True)[:2], strict=False):
+        best_batch = min(grouped(members, "batch").values(), key=lambda of: _median(_best(of)[1]))
+        for (optimizer,), of in grouped(best_batch, "optimizer").items():
             rates = sorted(grouped(of, "rate").items())
             _line(axis, [rate for (rate,), _ in rates], [runs for _, runs in rates], optimizer)
-        title = f"BERT-{members[0]['model']}, batch {members[0]['batch']:,}"
+        title = f"BERT-{members[0]['model']}, batch {best_batch[0]['batch']:,}"
         axis.set(xlabel="peak learning rate", xscale="log", title=title)
+        axis.axhline(members[0]["entropy"], color="grey", linestyle=":", label="ignores context")
     widest = max(sweeps, key=lambda members: len(grouped(members, "batch")))
     for (optimizer,), of in grouped(widest, "optimizer").items():
         batches = sorted(grouped(of, "batch").items())
         _line(axes[2], [batch for (batch,), _ in batches], [_best(runs)[1] for _, runs in batches], optimizer)
     title = f"BERT-{widest[0]['model']}, each at its best rate"
     axes[2].set(xlabel="batch, sequences", xscale="log", title=title)
+    places = sorted({row["batch"] for row in widest})
+    axes[2].set_xticks(places, [f"{batch:,}" for batch in places], rotation=30)
+    axes[2].minorticks_off()
+    axes[2].axhline(widest[0]["entropy"], color="grey", linestyle=":", label="ignores context")
     axes[0].set_ylabel("held-out masked-LM loss, nats per token\nmedian, range of seeds")
-    for axis, members in zip(axes, [*shown, widest], strict=False):
-        axis.axhline(members[0]["entropy"], color="grey", linestyle=":", label="ignores context")
+    for axis in axes:
         axis.legend(fontsize=7)
 
 

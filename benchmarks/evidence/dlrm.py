@@ -261,7 +261,9 @@ def draw(figure: Figure, rows: Sequence[Row]) -> None:
         axis.set_xlabel("peak learning rate")
         axis.set_title(f"batch {batch:,}")
     axes[0].set_ylabel("test AUC: median, range of seeds")
-    axes[0].legend()
+    axes[0].legend(fontsize="small", loc="lower left")
 
 
-EXPERIMENT = Experiment("DLRM on flights: test AUC against the learning rate", settings, measure, tables, draw)
+EXPERIMENT = Experiment(
+    "DLRM on flights: test AUC against the learning rate", settings, measure, tables, draw, (12.0, 4.0)
+)
