@@ -111,7 +111,10 @@ def draw(figure: Figure, rows: Sequence[Row]) -> None:
     axes[2].axhline(widest[0]["entropy"], color="grey", linestyle=":", label="ignores context")
     axes[0].set_ylabel("held-out masked-LM loss, nats per token\nmedian, range of seeds")
     for axis in axes:
-        axis.legend(fontsize=7)
+        if axis.has_data():
+            axis.legend(fontsize=7)
+        else:
+            axis.set_axis_off()  # there is one sweep
 
 
 def _line(axis: object, places: Sequence[float], groups: Sequence[Sequence[Row]], optimizer: str) -> None:
