@@ -88,7 +88,9 @@ def settings(size: str) -> list[Setting]:
 
 def follow_up(size: str, rows: Sequence[Row]) -> list[Setting]:
     """Each optimizer's own best rate at every batch, and there the other seeds."""
-    swept = [row for row in rows if size == FULL and row["examples"] == EXAMPLES]
+    if size != FULL:
+        return []
+    swept = [row for row in rows if row["examples"] == EXAMPLES]
     return [
         _mini(name, batch, rate, seed)
         for (name, batch), of in grouped(swept, "optimizer", "batch").items()

@@ -18,9 +18,14 @@ if TYPE_CHECKING:
 COLORS = {"LAMB": "C0", "VRLAMB": "C1", "AdamW": "C2", "VRAdamW": "C3"}
 
 
+def worth(row: Row) -> float:
+    """By which a rate is chosen: the less the final loss, the more; one that came apart is worse than any."""
+    return -row["final"] if math.isfinite(row["final"]) else -math.inf
+
+
 def _median(rows: Sequence[Row]) -> float:
-    """Of the final losses; a run that came apart is worse than any."""
-    return statistics.median(row["final"] if math.isfinite(row["final"]) else math.inf for row in rows)
+    """Of the final losses."""
+    return -statistics.median(map(worth, rows))
 
 
 def _learned(rows: Sequence[Row]) -> str:
@@ -39,11 +44,6 @@ def _updates_to(target: float, row: Row) -> float:
             return float(before + share * (update - before))
         before, above = update, loss
     return math.inf
-
-
-def worth(row: Row) -> float:
-    """By which a rate is chosen: the less the loss, the more."""
-    return -row["final"] if math.isfinite(row["final"]) else -math.inf
 
 
 def _best(rows: Sequence[Row]) -> tuple[float, list[Row]]:

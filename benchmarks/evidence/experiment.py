@@ -99,6 +99,10 @@ class Rows:
             self._by_fields[names] = {_key(row, names): row for row in rows}
         return self._by_fields[names].get(_key(wanted, names))
 
+    def of(self, size: str, settings: Sequence[Any]) -> list[Row]:
+        """The rows of those settings that have one."""
+        return [row for row in (self.find(size, setting) for setting in settings) if row is not None]
+
     def environment_of(self, row: Row) -> dict[str, Any]:
         """What a row was measured with."""
         return self._content["environments"][row["environment"]]
@@ -108,8 +112,8 @@ def called_for(experiment: Experiment, size: str, rows: Rows) -> list[Any]:
     """The settings of a size, and before them those that the rows so far call for."""
     settings = list(experiment.settings(size))
     while True:
-        found = [row for row in (rows.find(size, setting) for setting in settings) if row is not None]
-        more = [setting for setting in experiment.follow_up(size, found) if setting not in settings]
+        called = experiment.follow_up(size, rows.of(size, settings))
+        more = [setting for setting in called if setting not in settings]
         if not more:
             return settings
         settings = [*more, *settings]

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from benchmarks.evidence.experiment import Row
 from benchmarks.evidence.report import grouped, spread
+from benchmarks.evidence.tuning import best
 from benchmarks.pages import table
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ def _parts(rows: Sequence[Row]) -> tuple[list[Row], list[Row]]:
 
 def best_rate(rows: Sequence[Row]) -> list[Row]:
     """The runs at the rate with the best median test accuracy."""
-    return max(grouped(rows, "rate").values(), key=lambda runs: statistics.median(run["test"] for run in runs))
+    return best(rows, "rate", lambda run: float(run["test"]))[1]
 
 
 def tables(rows: Sequence[Row]) -> list[str]:

@@ -18,11 +18,14 @@ _LARGE = 1e6  # from where on a value is shown by its magnitude
 def spread(values: Sequence[float], digits: int = 3) -> str:
     """Median and, in brackets, the least and the largest of several values; one that is not finite is the largest."""
     ordered = sorted(value if math.isfinite(value) else math.inf for value in values)
-    shown = [
-        "apart" if value == math.inf else f"{value:.{digits}f}" if abs(value) < _LARGE else f"{value:.0e}"
-        for value in (statistics.median(ordered), ordered[0], ordered[-1])
-    ]
-    return shown[0] if len(values) == 1 else f"{shown[0]} ({shown[1]}–{shown[2]})"
+    median, least, largest = (_shown(of, digits) for of in (statistics.median(ordered), ordered[0], ordered[-1]))
+    return median if len(values) == 1 else f"{median} ({least}–{largest})"
+
+
+def _shown(value: float, digits: int) -> str:
+    if value == math.inf:
+        return "apart"
+    return f"{value:.{digits}f}" if abs(value) < _LARGE else f"{value:.0e}"
 
 
 def grouped(rows: Sequence[Row], *fields: str) -> dict[tuple[Any, ...], list[Row]]:
@@ -50,7 +53,7 @@ def report(name: str, folder: Path, page: Path = PAGE) -> str | None:
     experiment, rows = load(name), Rows(path)
     for size in (FULL, SMALL):
         settings = called_for(experiment, size, rows)
-        found = [row for row in (rows.find(size, setting) for setting in settings) if row is not None]
+        found = rows.of(size, settings)
         if found:
             _draw(experiment, found, page.parent / "figures" / f"{name}.svg")
             lines = [f"![{experiment.title}](figures/{name}.svg)", "", *experiment.tables(found), ""]

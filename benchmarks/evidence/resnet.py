@@ -76,9 +76,11 @@ def settings(size: str) -> list[Setting]:
 
 def follow_up(size: str, rows: Sequence[Row]) -> list[Setting]:
     """Each optimizer's own best factor at every batch, and there the other seeds."""
+    if size != FULL:
+        return []
     return [
         _full(name, batch, factor, seed)
-        for (name, batch), of in (grouped(rows, "optimizer", "batch").items() if size == FULL else ())
+        for (name, batch), of in grouped(rows, "optimizer", "batch").items()
         for factor, seed in tune(of, "factor", accuracy, FACTORS, apart=APART)
     ]
 

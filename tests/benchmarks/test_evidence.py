@@ -126,8 +126,7 @@ def test_several_workers_measure_the_same(monkeypatch: pytest.MonkeyPatch, tmp_p
 def test_the_rows_that_are_kept_are_those_of_settings(path: Path) -> None:
     """A sweep goes on with them: none would be measured again because a field has changed."""
     rows = Rows(path)
-    settings = called_for(load(path.stem), "full", rows)
-    found = [row for row in (rows.find("full", setting) for setting in settings) if row is not None]
+    found = rows.of("full", called_for(load(path.stem), "full", rows))
     assert len(found) == len(json.loads(path.read_text())["rows"]) > 0
 
 

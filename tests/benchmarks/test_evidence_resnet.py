@@ -12,7 +12,8 @@ from matplotlib.figure import Figure
 
 from benchmarks.evidence import resnet
 from benchmarks.evidence.resnet import Setting
-from benchmarks.evidence.resnet_report import PAPER, draw, tables
+from benchmarks.evidence.resnet_report import PAPER, accuracy, draw, tables
+from benchmarks.evidence.tuning import best
 from ds_vrgd.vision.source import InMemory
 from tests.support.ranks import DEVICE
 from tests.vision.cases import small_images
@@ -94,6 +95,7 @@ def test_the_rule_and_the_best_rate_are_told_apart() -> None:
     by_rule_alone = [{**row, "depth": 8} for row in rows() if row["factor"] == 1.0]
     assert "at 1 of" not in (toy := "\n".join(tables(by_rule_alone)))
     assert "paper |" not in toy  # of another network
+    assert best([row for row in rows() if row["optimizer"] == "lars"], "factor", accuracy)[0] == 0.5
 
 
 def test_the_figure_has_a_line_an_optimizer() -> None:
