@@ -140,7 +140,9 @@ def sweep(
     experiment, begun, done, longest = load(name), set[Any](), 0, 0.0
 
     def missing() -> list[Any]:
-        return [setting for setting in called_for(experiment, size, rows) if rows.find(size, setting) is None]
+        settings = called_for(experiment, size, rows)
+        called = experiment.follow_up(size, rows.of(size, settings))  # also what the plan has at its end
+        return [setting for setting in dict.fromkeys([*called, *settings]) if rows.find(size, setting) is None]
 
     if missing():
         experiment.prepare(size)

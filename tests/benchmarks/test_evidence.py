@@ -97,6 +97,18 @@ def test_rows_call_for_more_which_come_first(monkeypatch: pytest.MonkeyPatch, to
     assert report("toy", tmp_path, page) == f"toy: 6 of 7 rows of size small in {page}"
 
 
+def test_what_rows_call_for_comes_first_also_where_the_plan_has_it_last(
+    monkeypatch: pytest.MonkeyPatch, toy: Toy, tmp_path: Path
+) -> None:
+    made = replace(load("toy"), follow_up=lambda size, rows: [Setting(0.1, 2)] if rows else [])
+    monkeypatch.setattr(sys.modules["benchmarks.evidence.toy"], "EXPERIMENT", made)
+    rows = Rows(tmp_path / "toy.json")
+    assert sweep("toy", "small", rows, ENVIRONMENT) == []
+    assert [one.seed for one in toy.measured] == [0, 2, 1]
+    # A page lists them as they are planned, however they were measured.
+    assert [row["seed"] for row in rows.of("small", called_for(made, "small", rows))] == [0, 1, 2]
+
+
 def test_a_failure_has_no_row_and_is_tried_again(toy: Toy, tmp_path: Path) -> None:
     toy.fails = {1}
     assert main(["toy", "--output", str(tmp_path)]) == 1
