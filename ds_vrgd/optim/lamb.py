@@ -15,7 +15,7 @@ from ds_vrgd.optim.arguments import refuse_gsnr
 from ds_vrgd.optim.base import VROptimizer
 from ds_vrgd.optim.shards import Shard
 from ds_vrgd.optim.sources import with_average
-from ds_vrgd.optim.trust import over_shard, trust_ratio
+from ds_vrgd.optim.trust import of_layers, over_shard, trust_ratio
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -112,11 +112,16 @@ class VRLAMB(VROptimizer):
 
     def _update(self, shards: Sequence[Shard]) -> None:
         updates = [self._direction(shard) for shard in shards]
-        weight_norms, update_norms = self.layer_norms(shards, [shard.tensor for shard in shards], updates)
-        layouts = self.table(shards).layouts
-        for shard, update, layout, w, u in zip(shards, updates, layouts, weight_norms, update_norms, strict=True):
-            ratio = trust_ratio(w, u, (w > 0) & (u > 0), shard.group)
-            shard.tensor.sub_(over_shard(layout, ratio * shard.group["lr"], shard.tensor) * update)
+        norms = self.layer_norms(shards, [shard.tensor for shard in shards], updates)
+        table = self.table(shards)
+        rates = table.split(of_layers(shards, table, norms, self._rates))
+        for shard, update, layout, rate in zip(shards, updates, table.layouts, rates, strict=True):
+            shard.tensor.sub_(over_shard(layout, rate, shard.tensor) * update)
+
+    @staticmethod
+    def _rates(group: dict[str, Any], w: Tensor, u: Tensor) -> Tensor:
+        """Learning rate times trust ratio of layers, given the norms of their weights and updates."""
+        return trust_ratio(w, u, (w > 0) & (u > 0), group).mul_(group["lr"])
 
     def _prescale(self, shards: Sequence[Shard]) -> None:
         """Divide by the gradient's norm over the whole model, where the group says so."""
@@ -141,13 +146,8 @@ class VRLAMB(VROptimizer):
             room.lamb_advance(table.blocks, index, averaged, states[-1], partials, seed=seed, begins=begins)
         reduces = sources[0].m2 is not None
         weights, updates, *self._counts = room.sum_blocks(table.blocks, partials if reduces else partials[:2])
-        norms = [table.split(total.sqrt()) for total in self.sum_over_ranks(table, [weights, updates])]
-        rates = torch.cat(
-            [
-                shard.group["lr"] * trust_ratio(w, u, (w > 0) & (u > 0), shard.group)
-                for shard, w, u in zip(shards, *norms, strict=True)
-            ]
-        ).float()
+        norms = [total.sqrt() for total in self.sum_over_ranks(table, [weights, updates])]
+        rates = of_layers(shards, table, norms, self._rates).float()
         for index, state in enumerate(states):
             room.lamb_apply(table.blocks, index, state, rates)
 

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 
 from ds_vrgd.moments import LayerTable
 from ds_vrgd.optim.arguments import refuse_gsnr
 from ds_vrgd.optim.base import VROptimizer
 from ds_vrgd.optim.shards import Shard
-from ds_vrgd.optim.trust import over_shard, trust_ratio
+from ds_vrgd.optim.trust import of_layers, over_shard, trust_ratio
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -100,11 +99,11 @@ class VRLARS(VROptimizer):
         return ("momentum_buffer",)
 
     def _update(self, shards: Sequence[Shard]) -> None:
-        weight_norms, grad_norms = self.layer_norms(
-            shards, [shard.tensor for shard in shards], [shard.grad for shard in shards]
-        )
-        for shard, layout, w, g in zip(shards, self.table(shards).layouts, weight_norms, grad_norms, strict=True):
-            group, ratio = shard.group, self._trust(w, g, shard.group)
+        norms = self.layer_norms(shards, [shard.tensor for shard in shards], [shard.grad for shard in shards])
+        table = self.table(shards)
+        ratios = table.split(of_layers(shards, table, norms, self._trust))
+        for shard, layout, ratio in zip(shards, table.layouts, ratios, strict=True):
+            group = shard.group
             step = shard.grad.add(shard.tensor, alpha=group["weight_decay"]).mul_(
                 over_shard(layout, ratio, shard.tensor)
             )
@@ -114,8 +113,8 @@ class VRLARS(VROptimizer):
             shard.tensor.sub_(buffer, alpha=group["lr"])
 
     @staticmethod
-    def _trust(w: Tensor, g: Tensor, group: dict[str, Any]) -> Tensor:
-        """Trust ratios of a shard's layers, given the norms of their weights and gradients."""
+    def _trust(group: dict[str, Any], w: Tensor, g: Tensor) -> Tensor:
+        """Trust ratios of layers, given the norms of their weights and gradients."""
         denominator = g + group["weight_decay"] * w + group["eps"]
         return trust_ratio(group["trust_coefficient"] * w, denominator, (w > 0) & (g > 0), group)
 
@@ -127,8 +126,8 @@ class VRLARS(VROptimizer):
             room.lars_norms(table.blocks, index, source, shard.tensor, partials)
         reduces = sources[0].m2 is not None
         weights, grads, *self._counts = room.sum_blocks(table.blocks, partials if reduces else partials[:2])
-        norms = [table.split(total.sqrt()) for total in self.sum_over_ranks(table, [weights, grads])]
-        trust = torch.cat([self._trust(w, g, shard.group) for shard, w, g in zip(shards, *norms, strict=True)]).float()
+        norms = [total.sqrt() for total in self.sum_over_ranks(table, [weights, grads])]
+        trust = of_layers(shards, table, norms, self._trust).float()
         for index, (shard, source) in enumerate(zip(shards, sources, strict=True)):
             group = shard.group
             room.momentum_step(

@@ -50,7 +50,7 @@ class LayerSums:
             self._counts = []
         return totals[: len(columns)]
 
-    def layer_norms(self, shards: Sequence[Shard], *tensors: Sequence[Tensor]) -> list[list[Tensor]]:
+    def layer_norms(self, shards: Sequence[Shard], *tensors: Sequence[Tensor]) -> list[Tensor]:
         """2-norms over whole layers, in one all-reduce for all of them.
 
         Args:
@@ -58,11 +58,11 @@ class LayerSums:
             tensors: sequences of one tensor a shard, of the shards' shapes.
 
         Returns:
-            For each sequence, for each shard, ``(layers of the shard,)`` in :data:`SUM_DTYPE`.
+            For each sequence ``(L,)`` in :data:`SUM_DTYPE`.
         """
         table = self.table(shards)
         columns = [table.sums([tensor.flatten() for tensor in sequence], 2) for sequence in tensors]
-        return [table.split(total.sqrt()) for total in self.sum_over_ranks(table, columns)]
+        return [total.sqrt() for total in self.sum_over_ranks(table, columns)]
 
     def merge_statistics(self, merge: Callable[[Sequence[LayerStatistics]], list[LayerStatistics]]) -> None:
         """Replace what the last step saw by what ``merge`` makes of it: that of other ranks, too."""

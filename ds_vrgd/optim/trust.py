@@ -2,12 +2,40 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ds_vrgd.moments import ShardLayout
+from ds_vrgd.moments import LayerTable, ShardLayout
+from ds_vrgd.optim.shards import Shard
+
+
+def of_layers(
+    shards: Sequence[Shard],
+    table: LayerTable,
+    norms: Sequence[Tensor],
+    of_group: Callable[[dict[str, Any], Tensor, Tensor], Tensor],
+) -> Tensor:
+    """A number for every layer by its param group, those of neighbouring shards at once: a model may have hundreds.
+
+    Args:
+        shards: with ``table``, their layers.
+        norms: two columns, ``(L,)``, norms of each layer.
+        of_group: from a param group and the part of both columns that is its layers' to a column as long.
+
+    Returns:
+        ``(L,)``, of the norms' dtype.
+    """
+    columns, first = [], 0
+    for _, neighbours in itertools.groupby(zip(shards, table.layouts, strict=True), lambda pair: id(pair[0].group)):
+        (shard, layout), *others = neighbours
+        end = first + len(layout.layers) + sum(len(other.layers) for _, other in others)
+        columns.append(of_group(shard.group, *(norm[first:end] for norm in norms)))
+        first = end
+    return torch.cat(columns)
 
 
 def trust_ratio(numerator: Tensor, denominator: Tensor, nonzero: Tensor, group: dict[str, Any]) -> Tensor:
