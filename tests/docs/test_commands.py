@@ -60,6 +60,7 @@ NOT_RUN = {
     "python -m benchmarks.report results": "writes what the command above it has measured",
     "python -m benchmarks.model results": "writes what another command has measured",
     "python -m benchmarks.evidence bert": "takes a GPU; tests/benchmarks/test_evidence_bert.py runs a toy",
+    "python -m benchmarks.click_lines": "takes a minute, and a package; tests/benchmarks/test_click_lines.py has lines",
     "python -m benchmarks.cpu_update": "takes minutes; tests/benchmarks/test_cpu_update.py runs it on a tiny model",
 }
 COMMANDS = all_commands()
