@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from benchmarks.evidence.experiment import Row
 from benchmarks.evidence.report import grouped, spread
@@ -12,6 +12,7 @@ from benchmarks.evidence.tuning import best
 from benchmarks.pages import table
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 NAMES = {"momentum": "Momentum", "adam": "Adam", "lamb": "LAMB", "lars": "LARS"}
@@ -93,30 +94,56 @@ def _cell(rows: Sequence[Row]) -> str:
 
 
 def draw(figure: Figure, rows: Sequence[Row]) -> None:
-    """Accuracy against batch, or against rate where there is one batch, and against epochs at the largest batch."""
+    """Accuracy against batch: by the rule, and the best where several rates were tried; against epochs, by the rule."""
     at_rule = [row for row in rows if row["factor"] == 1.0]
-    field, shown = ("batch", at_rule) if len({row["batch"] for row in rows}) > 1 else ("factor", rows)
-    by_field, by_epoch = figure.subplots(1, 2)
+    by_batch: dict[str, Callable[[list[Row]], list[Row]]] = {
+        "rate by the square-root rule": lambda found: [row for row in found if row["factor"] == 1.0]
+    }
+    if len(at_rule) < len(rows):
+        by_batch["the best of several rates"] = _best_of_several
+    *axes, by_epoch = figure.subplots(1, len(by_batch) + 1)
+    by = grouped(rows, "optimizer", "batch")
+    batches = sorted({batch for _, batch in by})
+    for axis, (title_of_axis, chosen) in zip(axes, by_batch.items(), strict=True):
+        for name in ORDER:
+            values = {batch: accuracies(chosen(by.get((name, batch), []))) for batch in batches}
+            _points(axis, {batch: of for batch, of in values.items() if of}, name)
+        axis.set(xlabel="batch [images]", xscale="log", title=title_of_axis)
+        axis.set_xticks(batches, [f"{batch:,}" for batch in batches], rotation=30)
+        axis.minorticks_off()
+    axes[0].set_ylabel("held-out accuracy at the end [%]\nmedian, range of seeds")
+    axes[-1].legend(fontsize="small")
+
     largest = max(row["batch"] for row in at_rule)
-    for (name,), members in grouped(at_rule, "optimizer").items():
-        color = f"C{list(NAMES).index(name.removeprefix('vr_'))}"
-        style = {"color": color, "linestyle": "-" if name.startswith("vr_") else "--", "label": title(name)}
-        values = grouped([row for row in shown if row["optimizer"] == name], field)
-        places = sorted(value for (value,) in values)
-        by_field.plot(places, [statistics.median(accuracies(values[place,])) for place in places], marker="o", **style)
+    for name in ORDER:
         # Seeds are evaluated at the same epochs, but for one that came apart.
-        longest = [row["evaluations"] for row in members if row["batch"] == largest]
-        if not longest:
+        runs = [row["evaluations"] for row in by.get((name, largest), []) if row["factor"] == 1.0]
+        if not runs:
             continue
-        points = min(map(len, longest))
-        epochs = [longest[0][place][0] for place in range(points)]
-        curve = [100.0 * statistics.median(each[place][2] for each in longest) for place in range(points)]
-        by_epoch.plot(epochs, curve, **style)
-    by_field.set_xscale("log", base=2)
-    by_field.set_xlabel("batch [images]" if field == "batch" else "rate [that of the square-root rule]")
-    by_field.set_ylabel("held-out accuracy at the end [%]")
-    by_field.legend(fontsize="small")
-    by_epoch.set_xlabel("epoch")
-    by_epoch.set_ylabel("held-out accuracy [%]")
-    by_epoch.set_title(f"batch {largest}")
-    figure.suptitle("Rate by the square-root rule; median over seeds; dashed: base, solid: variance-reduced")
+        points = min(map(len, runs))
+        curve = [100.0 * statistics.median(each[place][2] for each in runs) for place in range(points)]
+        by_epoch.plot([runs[0][place][0] for place in range(points)], curve, **_style(name))
+    by_epoch.set(xlabel="epoch", ylabel="held-out accuracy [%]", title=f"batch {largest:,}, by the rule")
+
+
+def _best_of_several(rows: Sequence[Row]) -> list[Row]:
+    """Those of the best rate, if there is a choice."""
+    return best(rows, "factor", accuracy)[1] if len(grouped(rows, "factor")) > 1 else []
+
+
+def _points(axis: Axes, values: Mapping[int, Sequence[float]], name: str) -> None:
+    """Median and range at each batch, every optimizer a little beside the others."""
+    if not values:
+        return
+    beside = 2 ** (0.04 * (ORDER.index(name) - len(ORDER) / 2))
+    medians = [statistics.median(of) for of in values.values()]
+    low = [median - min(of) for median, of in zip(medians, values.values(), strict=True)]
+    high = [max(of) - median for median, of in zip(medians, values.values(), strict=True)]
+    places = [batch * beside for batch in values]
+    axis.errorbar(places, medians, [low, high], marker="o", markersize=4, capsize=2, **_style(name))
+
+
+def _style(name: str) -> dict[str, Any]:
+    """Dashed for a base, solid for its twin of the same colour."""
+    color = f"C{list(NAMES).index(name.removeprefix('vr_'))}"
+    return {"color": color, "linestyle": "-" if name.startswith("vr_") else "--", "label": title(name)}

@@ -103,6 +103,19 @@ def test_the_rule_and_the_best_rate_are_told_apart() -> None:
 def test_the_figure_has_a_line_an_optimizer() -> None:
     figure = Figure()
     draw(figure, rows())
-    batch, epoch = figure.axes
-    assert [line.get_label() for line in batch.get_lines()] == ["VR-LARS", "LARS"]
+    rule, own, epoch = figure.axes
+    assert [handle.get_label() for handle in rule.containers] == ["LARS", "VR-LARS"]
+    for axis, median, low, high in ((rule, 60.0, 50.0, 70.0), (own, 72.5, 65.0, 80.0)):
+        line, _, (bar,) = axis.containers[0].lines
+        assert line.get_ydata() == pytest.approx([median])
+        assert [place for _, place in bar.get_segments()[0]] == pytest.approx([low, high])
     assert epoch.get_lines()[0].get_ydata() == pytest.approx([30.0, 60.0])
+    # Of one rate none is the best.
+    draw(more := Figure(), [row for row in rows() if row["optimizer"] == "lars" or row["factor"] == 1.0])
+    assert [len(axis.containers) for axis in more.axes] == [2, 1, 0]
+
+
+def test_where_the_rule_alone_was_run_there_is_nothing_to_choose() -> None:
+    figure = Figure()
+    draw(figure, [row for row in rows() if row["factor"] == 1.0])
+    assert [axis.get_title() for axis in figure.axes] == ["rate by the square-root rule", "batch 512, by the rule"]
