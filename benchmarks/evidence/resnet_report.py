@@ -112,7 +112,7 @@ def draw(figure: Figure, rows: Sequence[Row]) -> None:
         axis.set_xticks(batches, [f"{batch:,}" for batch in batches], rotation=30)
         axis.minorticks_off()
     axes[0].set_ylabel("held-out accuracy at the end [%]\nmedian, range of seeds")
-    axes[-1].legend(fontsize="small")
+    axes[0].legend(fontsize="small")
 
     largest = max(row["batch"] for row in at_rule)
     for name in ORDER:
