@@ -8,11 +8,12 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from benchmarks.evidence.experiment import Row
-from benchmarks.evidence.report import grouped, spread
+from benchmarks.evidence.report import draw_spreads, grouped, spread
 from benchmarks.evidence.tuning import best
 from benchmarks.pages import table
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 COLORS = {"LAMB": "C0", "VRLAMB": "C1", "AdamW": "C2", "VRAdamW": "C3"}
@@ -117,12 +118,7 @@ def draw(figure: Figure, rows: Sequence[Row]) -> None:
             axis.set_axis_off()  # there is one sweep
 
 
-def _line(axis: object, places: Sequence[float], groups: Sequence[Sequence[Row]], optimizer: str) -> None:
+def _line(axis: Axes, places: Sequence[float], groups: Sequence[Sequence[Row]], optimizer: str) -> None:
     finals = [[row["final"] if math.isfinite(row["final"]) else math.nan for row in runs] for runs in groups]
-    medians = [statistics.median(of) for of in finals]
-    low = [median - min(of) for median, of in zip(medians, finals, strict=True)]
-    high = [max(of) - median for median, of in zip(medians, finals, strict=True)]
     style = "--" if optimizer in ("LAMB", "AdamW") else "-"
-    axis.errorbar(  # type: ignore[attr-defined]
-        places, medians, [low, high], label=optimizer, color=COLORS[optimizer], linestyle=style, marker="o", capsize=2
-    )
+    draw_spreads(axis, places, finals, label=optimizer, color=COLORS[optimizer], linestyle=style)

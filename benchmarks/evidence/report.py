@@ -6,10 +6,13 @@ import math
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from benchmarks.evidence.experiment import FULL, SMALL, Experiment, Row, Rows, called_for, load
 from benchmarks.pages import DOCS, replace_between
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 PAGE = DOCS / "RESULTS.md"
 _LARGE = 1e6  # from where on a value is shown by its magnitude
@@ -26,6 +29,14 @@ def _shown(value: float, digits: int) -> str:
     if value == math.inf:
         return "apart"
     return f"{value:.{digits}f}" if abs(value) < _LARGE else f"{value:.0e}"
+
+
+def draw_spreads(axis: Axes, places: Sequence[float], groups: Sequence[Sequence[float]], **style: Any) -> None:
+    """A line through the medians of several values at each place, with bars from the least to the largest."""
+    medians = [statistics.median(values) for values in groups]
+    low = [median - min(values) for median, values in zip(medians, groups, strict=True)]
+    high = [max(values) - median for median, values in zip(medians, groups, strict=True)]
+    axis.errorbar(places, medians, [low, high], marker="o", capsize=2, **style)
 
 
 def grouped(rows: Sequence[Row], *fields: str) -> dict[tuple[Any, ...], list[Row]]:

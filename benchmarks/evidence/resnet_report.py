@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.evidence.experiment import Row
-from benchmarks.evidence.report import grouped, spread
+from benchmarks.evidence.report import draw_spreads, grouped, spread
 from benchmarks.evidence.tuning import best
 from benchmarks.pages import table
 
@@ -57,8 +57,7 @@ def tables(rows: Sequence[Row]) -> list[str]:
         line, own = [], []
         for batch in batches:
             found = by.get((name, batch), [])
-            at_rule = [row for row in found if row["factor"] == 1.0]
-            line.append(_cell(at_rule))
+            line.append(_cell(_by_rule(found)))
             if found:
                 factor, members = best(found, "factor", accuracy)
                 tried = len({row["factor"] for row in found})
@@ -77,7 +76,7 @@ def tables(rows: Sequence[Row]) -> list[str]:
         "",
         *table(["batch", *map(str, batches)], rule),
     ]
-    if {row["factor"] for row in rows} == {1.0}:
+    if len(_by_rule(rows)) == len(rows):
         return lines
     return [
         *lines,
@@ -95,20 +94,18 @@ def _cell(rows: Sequence[Row]) -> str:
 
 def draw(figure: Figure, rows: Sequence[Row]) -> None:
     """Accuracy against batch: by the rule, and the best where several rates were tried; against epochs, by the rule."""
-    at_rule = [row for row in rows if row["factor"] == 1.0]
-    by_batch: dict[str, Callable[[list[Row]], list[Row]]] = {
-        "rate by the square-root rule": lambda found: [row for row in found if row["factor"] == 1.0]
-    }
+    at_rule = _by_rule(rows)
+    panels: dict[str, Callable[[Sequence[Row]], list[Row]]] = {"rate by the square-root rule": _by_rule}
     if len(at_rule) < len(rows):
-        by_batch["the best of several rates"] = _best_of_several
-    *axes, by_epoch = figure.subplots(1, len(by_batch) + 1)
+        panels["the best of several rates"] = _best_of_several
+    *axes, by_epoch = figure.subplots(1, len(panels) + 1)
     by = grouped(rows, "optimizer", "batch")
     batches = sorted({batch for _, batch in by})
-    for axis, (title_of_axis, chosen) in zip(axes, by_batch.items(), strict=True):
+    for axis, (panel, chosen) in zip(axes, panels.items(), strict=True):
         for name in ORDER:
             values = {batch: accuracies(chosen(by.get((name, batch), []))) for batch in batches}
             _points(axis, {batch: of for batch, of in values.items() if of}, name)
-        axis.set(xlabel="batch [images]", xscale="log", title=title_of_axis)
+        axis.set(xlabel="batch [images]", xscale="log", title=panel)
         axis.set_xticks(batches, [f"{batch:,}" for batch in batches], rotation=30)
         axis.minorticks_off()
     axes[0].set_ylabel("held-out accuracy at the end [%]\nmedian, range of seeds")
@@ -117,13 +114,18 @@ def draw(figure: Figure, rows: Sequence[Row]) -> None:
     largest = max(row["batch"] for row in at_rule)
     for name in ORDER:
         # Seeds are evaluated at the same epochs, but for one that came apart.
-        runs = [row["evaluations"] for row in by.get((name, largest), []) if row["factor"] == 1.0]
+        runs = [row["evaluations"] for row in _by_rule(by.get((name, largest), []))]
         if not runs:
             continue
         points = min(map(len, runs))
         curve = [100.0 * statistics.median(each[place][2] for each in runs) for place in range(points)]
         by_epoch.plot([runs[0][place][0] for place in range(points)], curve, **_style(name))
     by_epoch.set(xlabel="epoch", ylabel="held-out accuracy [%]", title=f"batch {largest:,}, by the rule")
+
+
+def _by_rule(rows: Sequence[Row]) -> list[Row]:
+    """Those at the rate of the square-root rule."""
+    return [row for row in rows if row["factor"] == 1.0]
 
 
 def _best_of_several(rows: Sequence[Row]) -> list[Row]:
@@ -136,11 +138,7 @@ def _points(axis: Axes, values: Mapping[int, Sequence[float]], name: str) -> Non
     if not values:
         return
     beside = 2 ** (0.04 * (ORDER.index(name) - len(ORDER) / 2))
-    medians = [statistics.median(of) for of in values.values()]
-    low = [median - min(of) for median, of in zip(medians, values.values(), strict=True)]
-    high = [max(of) - median for median, of in zip(medians, values.values(), strict=True)]
-    places = [batch * beside for batch in values]
-    axis.errorbar(places, medians, [low, high], marker="o", markersize=4, capsize=2, **_style(name))
+    draw_spreads(axis, [batch * beside for batch in values], list(values.values()), markersize=4, **_style(name))
 
 
 def _style(name: str) -> dict[str, Any]:
