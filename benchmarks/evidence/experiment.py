@@ -110,12 +110,17 @@ class Rows:
 
 def called_for(experiment: Experiment, size: str, rows: Rows) -> list[Any]:
     """The settings of a size, and before them those that the rows so far call for."""
+    return _with_calls(experiment, size, rows)[0]
+
+
+def _with_calls(experiment: Experiment, size: str, rows: Rows) -> tuple[list[Any], Sequence[Any]]:
+    """As :func:`called_for`, and which of them the rows call for: also what the plan has at its end."""
     settings = list(experiment.settings(size))
     while True:
         called = experiment.follow_up(size, rows.of(size, settings))
         more = [setting for setting in called if setting not in settings]
         if not more:
-            return settings
+            return settings, called
         settings = [*more, *settings]
 
 
@@ -140,8 +145,7 @@ def sweep(
     experiment, begun, done, longest = load(name), set[Any](), 0, 0.0
 
     def missing() -> list[Any]:
-        settings = called_for(experiment, size, rows)
-        called = experiment.follow_up(size, rows.of(size, settings))  # also what the plan has at its end
+        settings, called = _with_calls(experiment, size, rows)
         return [setting for setting in dict.fromkeys([*called, *settings]) if rows.find(size, setting) is None]
 
     if missing():
