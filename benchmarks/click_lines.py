@@ -1,4 +1,4 @@
-"""How fast click logs are prepared: ``python -m benchmarks.click_lines``, on all flights (docs/DATA.md)."""
+"""How fast click logs are prepared: ``python -m benchmarks.click_lines``, on all flights (docs/DLRM.md)."""
 
 from __future__ import annotations
 

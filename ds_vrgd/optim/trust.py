@@ -30,10 +30,10 @@ def of_layers(
         ``(L,)``, of the norms' dtype.
     """
     columns, first = [], 0
-    for _, neighbours in itertools.groupby(zip(shards, table.layouts, strict=True), lambda pair: id(pair[0].group)):
-        (shard, layout), *others = neighbours
-        end = first + len(layout.layers) + sum(len(other.layers) for _, other in others)
-        columns.append(of_group(shard.group, *(norm[first:end] for norm in norms)))
+    for _, run in itertools.groupby(zip(shards, table.layouts, strict=True), lambda pair: id(pair[0].group)):
+        neighbours, layouts = zip(*run, strict=True)
+        end = first + sum(len(layout.layers) for layout in layouts)
+        columns.append(of_group(neighbours[0].group, *(norm[first:end] for norm in norms)))
         first = end
     return torch.cat(columns)
 
