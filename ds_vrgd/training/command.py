@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import deepspeed
-import torch
 
 from ds_vrgd.training.errors import InputError, Interrupted, PreparationFailed, TrainingFailed
 from ds_vrgd.training.launch import configure_cpu_ranks, load_deepspeed_config
 from ds_vrgd.training.output import AUTO
+from ds_vrgd.training.ranks import leave
 from ds_vrgd.zero.launchers import adopt_launcher
 
 RunFile = TypeVar("RunFile")
@@ -70,9 +70,7 @@ def run_rank(
             print(f"error: {error}", file=sys.stderr, flush=True)
         return 2 if isinstance(error, InputError) else 1
     finally:
-        # An exit with live process groups can abort on their threads, and lose the exit status.
-        if torch.distributed.is_initialized():
-            torch.distributed.destroy_process_group()
+        leave()
     if is_rank_zero:
         print(line, flush=True)
     return 0

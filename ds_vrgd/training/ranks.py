@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -12,7 +13,21 @@ from ds_vrgd.training.errors import InputError, PreparationFailed, TrainingFaile
 
 _PREPARATION_TIMEOUT = timedelta(days=2)  # a large corpus takes hours to tokenise
 
+_RELEASE_SECONDS = 0.1
+
 T = TypeVar("T")
+
+
+def leave() -> None:
+    """Leave the ranks, so that this process's exit keeps its status. Nothing to do where it is none of them.
+
+    A thread of gloo frees what the last collective was about, and needs the interpreter for that: if the main thread
+    has ended it by then, the thread aborts the process. Destroying the groups waits for their threads only if nobody
+    else has kept a group, and DeepSpeed keeps its own. So the main thread stands aside for a moment.
+    """
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+        time.sleep(_RELEASE_SECONDS)
 
 
 class Ranks:

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 SCRIPT = """
-import functools, json, sys
+import functools, json, sys, time
 import deepspeed, torch
 import ds_vrgd
 
@@ -45,6 +45,7 @@ results = {
 if torch.distributed.get_rank() == 0:
     open("results.json", "w").write(json.dumps(results))
 torch.distributed.destroy_process_group()  # gloo's threads may abort an exit that leaves them running
+time.sleep(0.1)  # and those of groups that DeepSpeed has kept, see ds_vrgd.training.ranks.leave
 """
 
 
