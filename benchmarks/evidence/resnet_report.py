@@ -51,24 +51,15 @@ def accuracy(row: Row) -> float:
 def tables(rows: Sequence[Row]) -> list[str]:
     """By the square-root rule, and each at its own best rate; the paper's beside them."""
     shape, batches = rows[0], sorted({row["batch"] for row in rows})
+    several = sorted({row["batch"] for row in rows if row["factor"] != 1.0})
     by = grouped(rows, "optimizer", "batch")
     rule, tuned = [], []
     for name in ORDER:
-        line, own = [], []
-        for batch in batches:
-            found = by.get((name, batch), [])
-            line.append(_cell(_by_rule(found)))
-            if found:
-                factor, members = best(found, "factor", accuracy)
-                tried = len({row["factor"] for row in found})
-                own.append(f"{_cell(members)} at {factor:g} of {tried}")
-            else:
-                own.append("")
-        rule.append([title(name), *line])
+        rule.append([title(name), *(_cell(_by_rule(by.get((name, batch), []))) for batch in batches)])
         if shape["depth"] == PAPER_DEPTH:
             figures = dict(zip(PAPER_BATCHES, PAPER[name], strict=True))
             rule.append([f"{title(name)}, paper", *(f"{figures[b]:.2f}" if b in figures else "" for b in batches)])
-        tuned.append([title(name), *own])
+        tuned.append([title(name), *(_at_best(by.get((name, batch), [])) for batch in several)])
     lines = [
         f"Held-out accuracy in per cent, ResNet-{shape['depth']}, {shape['epochs']:g} epochs of {shape['images']:,} "
         f"images, {shape['held_out']:,} held out; median (least–largest) over seeds, with how many. Rate by the "
@@ -76,7 +67,7 @@ def tables(rows: Sequence[Row]) -> list[str]:
         "",
         *table(["batch", *map(str, batches)], rule),
     ]
-    if len(_by_rule(rows)) == len(rows):
+    if not several:
         return lines
     return [
         *lines,
@@ -84,8 +75,16 @@ def tables(rows: Sequence[Row]) -> list[str]:
         "The same, each at the best of the factors of that rate that were tried (chosen on the held-out images, of one "
         "seed): the factor, and of how many.",
         "",
-        *table(["batch", *map(str, batches)], tuned),
+        *table(["batch", *map(str, several)], tuned),
     ]
+
+
+def _at_best(rows: Sequence[Row]) -> str:
+    """One optimizer at one batch."""
+    if not rows:
+        return ""
+    factor, members = best(rows, "factor", accuracy)
+    return f"{_cell(members)} at {factor:g} of {len(grouped(rows, 'factor'))}"
 
 
 def _cell(rows: Sequence[Row]) -> str:

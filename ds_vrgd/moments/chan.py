@@ -84,15 +84,15 @@ def merge_chunk_of_each_(means: list[Tensor], m2s: list[Tensor], count: int, chu
     Args:
         means, m2s: moments so far of every parameter, updated; one dtype and device.
         count: chunks that each of them stands for. 0 overwrites them, as in :func:`merge_`.
-        chunks: the gradient of every parameter, of the same shape and dtype; overwritten.
+        chunks: the gradient of every parameter, of the same shape and dtype.
     """
     if count == 0:
         torch._foreach_copy_(means, chunks)
         torch._foreach_zero_(m2s)
         return
-    torch._foreach_sub_(chunks, means)
-    torch._foreach_add_(means, chunks, alpha=1 / (count + 1))
-    torch._foreach_addcmul_(m2s, chunks, chunks, value=count / (count + 1))
+    deltas = torch._foreach_sub(chunks, means)
+    torch._foreach_add_(means, deltas, alpha=1 / (count + 1))
+    torch._foreach_addcmul_(m2s, deltas, deltas, value=count / (count + 1))
 
 
 def merge_chunks_(received: Tensor, total: Tensor, m2: Tensor, parts: int) -> None:

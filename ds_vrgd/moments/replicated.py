@@ -27,10 +27,10 @@ class _Accumulator:
         self.chunks = 0
         self.pending: Tensor | None = None
 
-    def add(self, grad: Tensor) -> None:
-        """Take a gradient; a second one in the same micro-batch belongs to the same chunk."""
+    def add(self, grad: Tensor, keep: bool) -> None:
+        """Take a gradient, as it is or a copy; a second one in the same micro-batch belongs to the same chunk."""
         if self.pending is None:
-            self.pending = grad.detach().clone()
+            self.pending = grad.detach() if keep else grad.detach().clone()
         else:
             self.pending = self.pending.to(self.mean.dtype) + grad
 
@@ -50,7 +50,7 @@ class ReplicatedMoments:
     """Mean and centred sum of squares over the chunks of a window (what one optimizer step sees).
 
     Memory: 8 bytes an element for the moments (16 for fp64 parameters), and one gradient in its own
-    dtype while a micro-batch is open.
+    dtype while a micro-batch is open: a copy, or the one that backward made.
 
     Args:
         params: parameters whose gradients are observed, in an order that is the same on all ranks.
@@ -98,11 +98,15 @@ class ReplicatedMoments:
             for param, *views in zip(params, mean.split(sizes), m2.split(sizes), strict=True):
                 self._accumulators[param] = _Accumulator(*views)
 
-    def add(self, param: Tensor, grad: Tensor) -> None:
-        """Take one gradient of one parameter, before any reduction."""
+    def add(self, param: Tensor, grad: Tensor, *, keep: bool = False) -> None:
+        """Take one gradient of one parameter, before any reduction.
+
+        Args:
+            keep: nobody changes ``grad`` before the micro-batch ends, so that no copy is needed.
+        """
         if not self._accumulators:
             self._allocate(self._params)
-        self._accumulators[param].add(grad)
+        self._accumulators[param].add(grad, keep)
 
     def restart(self, param: Tensor) -> None:
         """Forget this window's chunks of one parameter (its gradient was thrown away unused)."""

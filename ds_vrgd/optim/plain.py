@@ -98,7 +98,10 @@ class PlainObserver:
         """Take the gradient of one parameter that arrived last: it is in ``.grad`` now, and so belongs to a chunk."""
         grad = self._arrived.pop(param, None)
         if grad is not None:
-            self._window().add(param, grad)
+            # Added to .grad, or copied there: autograd takes a tensor itself only if it alone holds it. What then
+            # happens to .grad, in another hook say, is not of this chunk.
+            is_grad = param.grad is not None and param.grad.data_ptr() == grad.data_ptr()
+            self._window().add(param, grad, keep=not is_grad)
             self._unfinished.setdefault(self._backward, set()).add(param)
 
     def _expect_end(self) -> None:

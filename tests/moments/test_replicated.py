@@ -51,6 +51,21 @@ def test_accumulation(micro_batches: int) -> None:
         moments.reset()
 
 
+def test_a_gradient_that_is_kept_is_left_alone() -> None:
+    # what backward of a sum hands to both of its terms is one tensor
+    params, grads = [torch.zeros(5), torch.zeros(5)], [gradients(0, m)[0] for m in range(3)]
+    moments = ReplicatedMoments(params)
+    for grad in grads:
+        before = grad.clone()
+        for param in params:
+            moments.add(param, grad, keep=True)
+        moments.end_micro_batch()
+        assert torch.equal(grad, before)
+    assert moments.finish() == 3
+    for param in params:
+        check(moments, param, grads)
+
+
 def test_fp64_parameters_get_fp64_moments() -> None:
     param = torch.zeros(3, dtype=torch.float64)
     moments = ReplicatedMoments([param])

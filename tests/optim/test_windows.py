@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from ds_vrgd import gsnr_stats
@@ -329,6 +330,66 @@ def test_the_gradient_is_left_alone() -> None:
     optimizer.step()
     assert torch.equal(model.a.grad, before)
     assert not torch.equal(model.a, weights)
+
+
+@pytest.mark.parametrize("taken", [False, True])
+def test_what_another_hook_does_to_the_sum_is_not_of_the_chunk(taken: bool) -> None:
+    model = Regression()
+    arrived: dict[Tensor, Tensor] = {}
+
+    def take(param: Tensor) -> None:  # the gradient itself, where it is the first one
+        if taken and torch.equal(param.grad, arrived[param]):  # type: ignore[arg-type]
+            param.grad = arrived[param]
+
+    def quadruple(param: Tensor) -> None:
+        assert param.grad is not None
+        param.grad.mul_(4.0)
+
+    for param in model.parameters():
+        param.register_hook(lambda grad, param=param: arrived.__setitem__(param, grad))
+        param.register_post_accumulate_grad_hook(take)
+    optimizer = VRSGD(model.parameters(), lr=0.5)
+    reference = reference_of(optimizer, model)
+    for param in model.parameters():
+        param.register_post_accumulate_grad_hook(quadruple)
+    for step in range(2):
+        window = range(3 * step, 3 * step + 3)
+        chunks = chunks_of(model, window)
+        for micro_batch in window:
+            (model.loss(micro_batch) / 3).backward()
+            for param in model.parameters():
+                assert param.grad is not None
+                assert not taken or micro_batch > window.start or param.grad is arrived[param]
+                param.grad.div_(4.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        reference.step(chunks)
+        same(model, reference)
+
+
+class Copies(TorchDispatchMode):
+    """Counts what copies a whole tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func in (torch.ops.aten.clone.default, torch.ops.aten.copy_.default)
+        return func(*args, **(kwargs or {}))
+
+
+def test_observing_copies_no_gradient_that_is_added_up() -> None:
+    model = Regression()
+    optimizer = VRSGD(model.parameters(), lr=0.1)
+    model.loss(0).backward()
+    with Copies() as copies:
+        model.loss(1).backward()
+    assert copies.count == 0
+    optimizer.zero_grad()
+    with Copies() as copies:
+        model.loss(2).backward()
+    assert copies.count == 2  # autograd's own: somebody else holds what arrived
 
 
 def test_a_dropped_model_is_freed() -> None:
