@@ -99,11 +99,11 @@ def draw(figure: Figure, rows: Sequence[Row]) -> None:
         panels["the best of several rates"] = _best_of_several
     *axes, by_epoch = figure.subplots(1, len(panels) + 1)
     by = grouped(rows, "optimizer", "batch")
-    batches = sorted({batch for _, batch in by})
     for axis, (panel, chosen) in zip(axes, panels.items(), strict=True):
+        drawn = {place: accuracies(of) for place, found in by.items() if (of := chosen(found))}
+        batches = sorted({batch for _, batch in drawn})
         for name in ORDER:
-            values = {batch: accuracies(chosen(by.get((name, batch), []))) for batch in batches}
-            _points(axis, {batch: of for batch, of in values.items() if of}, name)
+            _points(axis, {batch: drawn[name, batch] for batch in batches if (name, batch) in drawn}, name)
         axis.set(xlabel="batch [images]", xscale="log", title=panel)
         axis.set_xticks(batches, [f"{batch:,}" for batch in batches], rotation=30)
         axis.minorticks_off()
