@@ -87,15 +87,17 @@ def settings(size: str) -> list[Setting]:
 
 
 def follow_up(size: str, rows: Sequence[Row]) -> list[Setting]:
-    """Each optimizer's own best rate at every batch, and there the other seeds."""
+    """Each optimizer's own best rate at every batch, and there the other seeds: at a twin's its base's, too."""
     if size != FULL:
         return []
     swept = [row for row in rows if row["examples"] == EXAMPLES]
-    return [
-        _mini(name, batch, rate, seed)
-        for (name, batch), of in grouped(swept, "optimizer", "batch").items()
-        for rate, seed in tune(of, "rate", worth, RATES[name.removeprefix("VR")])
-    ]
+    found: list[Setting] = []
+    for (name, batch), of in grouped(swept, "optimizer", "batch").items():
+        base = name.removeprefix("VR")
+        for rate, seed in tune(of, "rate", worth, RATES[base]):
+            names = (name,) if seed == SEEDS[0] else dict.fromkeys((name, base))
+            found += [_mini(each, batch, rate, seed) for each in names]
+    return list(dict.fromkeys(found))
 
 
 def _starts(rates: dict[str, tuple[float, ...]]) -> Iterator[tuple[str, float]]:

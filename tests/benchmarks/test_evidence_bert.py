@@ -148,3 +148,8 @@ def test_a_batch_is_tuned_on_and_then_seeded() -> None:
     called = [(one.optimizer, one.rate, one.seed) for one in bert.follow_up("full", measured)]
     assert called == [("LAMB", 1e-2, 1), ("LAMB", 1e-2, 2), ("VRAdamW", 2.5e-4, 0)]
     assert bert.follow_up("small", measured) == []
+    # The seeds at a twin's best rate are its base's, too, once each.
+    measured += [row("VRLAMB", 1e-2, 6.2), row("VRLAMB", 5e-3, 6.3), row("VRLAMB", 2e-2, 6.0), row("VRLAMB", 4e-2, 6.9)]
+    called = [(one.optimizer, one.rate, one.seed) for one in bert.follow_up("full", measured)]
+    at_twins = [(name, 2e-2, seed) for seed in (1, 2) for name in ("VRLAMB", "LAMB")]
+    assert called == [("LAMB", 1e-2, 1), ("LAMB", 1e-2, 2), ("VRAdamW", 2.5e-4, 0), *at_twins]
