@@ -230,16 +230,23 @@ def held_out_loss(model: torch.nn.Module, data: Material, longest: int) -> float
     return float(total) / count
 
 
-def prepare(size: str) -> None:
+def prepare(to_measure: Sequence[Setting]) -> None:
     """Text, questions and examples, once for all processes."""
-    needed = settings(size)
-    if any(setting.cloze for setting in needed):
+    if any(setting.cloze for setting in to_measure):
         make()
-    for source in dict.fromkeys(map(_source, needed)):
+    for source in dict.fromkeys(map(_source, to_measure)):
         material(*source)
     material.cache_clear()  # the processes have copies of their own
 
 
 EXPERIMENT = Experiment(
-    "BERT: held-out loss against rate and batch", settings, measure, tables, draw, (11.0, 4.0), follow_up, prepare
+    "BERT: held-out loss against rate and batch",
+    settings,
+    measure,
+    tables,
+    draw,
+    (11.0, 4.0),
+    follow_up,
+    prepare,
+    kind=lambda setting: (setting.model, setting.batch),
 )

@@ -8,7 +8,7 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Executor, Future, ProcessPoolExecutor, wait
 from dataclasses import asdict, dataclass
 from multiprocessing import get_context
@@ -43,7 +43,8 @@ class Experiment:
         tables: Markdown lines for rows that hold the fields and the results.
         draw: the figure of the same rows.
         figure_size: in inches.
-        prepare: for a size, makes in files what the processes of a sweep would each make otherwise.
+        prepare: for the settings to be measured, makes in files what their processes would each make otherwise.
+        kind: of a setting; those of one kind take about as long as each other.
     """
 
     title: str
@@ -53,7 +54,8 @@ class Experiment:
     draw: Callable[[Figure, Sequence[Row]], None]
     figure_size: tuple[float, float] = (9.0, 4.0)
     follow_up: Callable[[str, Sequence[Row]], Sequence[Any]] = lambda size, rows: ()
-    prepare: Callable[[str], None] = lambda size: None
+    prepare: Callable[[Sequence[Any]], None] = lambda settings: None
+    kind: Callable[[Any], Hashable] = lambda setting: None
 
 
 def load(name: str) -> Experiment:
@@ -136,26 +138,29 @@ def sweep(
     """Measure every setting of an experiment that has no row yet, and those that the new rows call for.
 
     Args:
-        deadline: of ``time.monotonic()``. A setting begins only if the longest one of this sweep would end before.
+        deadline: of ``time.monotonic()``. A setting begins only if the longest one of its kind would end before; the
+            first of a kind, the longest of this sweep.
         workers: processes that measure, shared out to the GPUs; with 1, this one.
 
     Returns:
         The settings that have no row still, because they failed or time was up.
     """
-    experiment, begun, done, longest = load(name), set[Any](), 0, 0.0
+    experiment, begun, done, longest = load(name), set[Any](), 0, dict[Hashable, float]()
 
     def missing() -> list[Any]:
         settings, called = _with_calls(experiment, size, rows)
         return [setting for setting in dict.fromkeys([*called, *settings]) if rows.find(size, setting) is None]
 
-    if missing():
-        experiment.prepare(size)
+    def in_time(setting: Any) -> bool:
+        expected = longest.get(experiment.kind(setting), max(longest.values(), default=0.0))
+        return deadline is None or time.monotonic() + expected <= deadline
+
+    if to_measure := missing():
+        experiment.prepare(to_measure)
     with _pool(workers) as pool:
         running: dict[Future[tuple[Row | None, float]], Any] = {}
         while True:
-            waiting = [setting for setting in missing() if setting not in begun]
-            if deadline is not None and time.monotonic() + longest > deadline:
-                waiting.clear()
+            waiting = [setting for setting in missing() if setting not in begun and in_time(setting)]
             for setting in waiting[: workers - len(running)]:
                 begun.add(setting)
                 running[pool.submit(_measure, name, setting)] = setting
@@ -163,7 +168,8 @@ def sweep(
                 return missing()
             for future in wait(running, return_when=FIRST_COMPLETED).done:
                 setting, (results, seconds) = running.pop(future), future.result()
-                done, longest = done + 1, max(longest, seconds)
+                done, kind = done + 1, experiment.kind(setting)
+                longest[kind] = max(longest.get(kind, 0.0), seconds)
                 print(f"{name} {done}, {seconds:.1f} s: {setting}", flush=True)
                 if results is not None:
                     rows.add(_row(name, size, setting, results, seconds), environment)

@@ -192,5 +192,12 @@ def update(
 
 
 EXPERIMENT = Experiment(
-    "ResNet on Fashion-MNIST: accuracy against batch", settings, measure, tables, draw, (13.0, 4.5), follow_up
+    "ResNet on Fashion-MNIST: accuracy against batch",
+    settings,
+    measure,
+    tables,
+    draw,
+    (13.0, 4.5),
+    follow_up,
+    kind=lambda setting: setting.batch,
 )

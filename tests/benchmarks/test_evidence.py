@@ -156,6 +156,41 @@ def test_nothing_begins_that_would_end_after_the_deadline(toy: Toy, tmp_path: Pa
     assert toy.measured == []
 
 
+def test_each_kind_of_setting_has_a_duration_of_its_own(
+    monkeypatch: pytest.MonkeyPatch, toy: Toy, tmp_path: Path
+) -> None:
+    """One that would end after the deadline leaves the time to shorter ones."""
+    clock, seconds = [100.0], {"long": 50.0, "short": 3.0}
+    kinds = ("short", "long", "long", "short")
+
+    def measure(name: str, setting: Setting) -> tuple[Row, float]:
+        toy.measure(setting)
+        clock[0] += seconds[kinds[setting.seed]]
+        return {"loss": 0.0}, seconds[kinds[setting.seed]]
+
+    monkeypatch.setattr(experiment, "_measure", measure)
+    monkeypatch.setattr(experiment.time, "monotonic", lambda: clock[0])
+    made = replace(load("toy"), kind=lambda setting: kinds[setting.seed])
+    monkeypatch.setattr(sys.modules["benchmarks.evidence.toy"], "EXPERIMENT", made)
+    rows = Rows(tmp_path / "toy.json")
+    assert sweep("toy", "full", rows, ENVIRONMENT, deadline=160.0) == [Setting(0.1, 2)]
+    assert [one.seed for one in toy.measured] == [0, 1, 3]
+
+
+def test_what_is_prepared_is_for_what_has_no_row(monkeypatch: pytest.MonkeyPatch, toy: Toy, tmp_path: Path) -> None:
+    prepared: list[Sequence[Setting]] = []
+    made = replace(load("toy"), prepare=prepared.append)
+    monkeypatch.setattr(sys.modules["benchmarks.evidence.toy"], "EXPERIMENT", made)
+    toy.fails = {1}
+    for _ in range(2):
+        sweep("toy", "small", Rows(tmp_path / "toy.json"), ENVIRONMENT)
+    assert prepared == [toy.settings("small"), [Setting(0.1, 1)]]
+    toy.fails.clear()
+    for _ in range(2):
+        sweep("toy", "small", Rows(tmp_path / "toy.json"), ENVIRONMENT)
+    assert len(prepared) == 3
+
+
 def test_a_result_may_not_hide_a_field(toy: Toy, tmp_path: Path) -> None:
     toy.measure = lambda setting: {"rate": 1.0}  # type: ignore[method-assign]
     experiment = Experiment("A toy", toy.settings, toy.measure, toy.tables, toy.draw)
