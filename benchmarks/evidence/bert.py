@@ -95,7 +95,7 @@ def follow_up(size: str, rows: Sequence[Row]) -> list[Setting]:
     for (name, batch), of in grouped(swept, "optimizer", "batch").items():
         base = name.removeprefix("VR")
         for rate, seed in tune(of, "rate", worth, RATES[base]):
-            names = (name,) if seed == SEEDS[0] else dict.fromkeys((name, base))
+            names = (name,) if seed == SEEDS[0] else (name, base)
             found += [_mini(each, batch, rate, seed) for each in names]
     return list(dict.fromkeys(found))
 

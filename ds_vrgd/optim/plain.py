@@ -98,8 +98,8 @@ class PlainObserver:
         """Take the gradient of one parameter that arrived last: it is in ``.grad`` now, and so belongs to a chunk."""
         grad = self._arrived.pop(param, None)
         if grad is not None:
-            # Added to .grad, or copied there: autograd takes a tensor itself only if it alone holds it. What then
-            # happens to .grad, in another hook say, is not of this chunk.
+            # It was added to .grad, or copied there. If it has become .grad itself, by somebody's hook, it can still
+            # change in this pass, and what changes it is not of this chunk.
             is_grad = param.grad is not None and param.grad.data_ptr() == grad.data_ptr()
             self._window().add(param, grad, keep=not is_grad)
             self._unfinished.setdefault(self._backward, set()).add(param)
