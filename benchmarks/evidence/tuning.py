@@ -1,4 +1,8 @@
-"""How a rate is found: by factors of two, with one seed, until the best has a worse one on either side of it."""
+"""How a rate is found: by factors of two, with one seed, until the best has a worse one on either side of it.
+
+The best is then run with the other seeds, and where these make another one the best, that, too: one seed's luck at a
+rate at which others fail must not choose it.
+"""
 
 from __future__ import annotations
 
@@ -34,30 +38,34 @@ def tune(
 
     Returns:
         The neighbours of the best rate that were not tried; or where it has worse ones on both sides, that rate with
-        the other seeds; or nothing, where a start has no row yet.
+        the other seeds; or nothing, where a start has no row yet. First by one seed, then by the median of the seeds
+        that each rate has: where these make another one the best, it is that one's turn.
     """
-    tried = {row[field]: value(row) for row in rows if row["seed"] == SEEDS[0]}
-    if not tried.keys() >= set(starts):
+    tried = {row[field] for row in rows}
+    of_one_seed = [row for row in rows if row["seed"] == SEEDS[0]]
+    if not {row[field] for row in of_one_seed} >= set(starts):
         return []
-    at_best = max(sorted(tried), key=lambda rate: max(tried[rate], apart))  # the lowest of equals
-    neighbours = [rate for rate in (at_best / 2, at_best * 2) if rate not in tried]
-    if neighbours and len(tried) < RATES:
-        return [(rate, SEEDS[0]) for rate in neighbours]
+    for compared in (of_one_seed, rows):
+        medians = _medians(compared, field, value)
+        at_best = max(sorted(medians), key=lambda rate: max(medians[rate], apart))  # the lowest of equals
+        neighbours = [rate for rate in (at_best / 2, at_best * 2) if rate not in tried]
+        if neighbours and len(tried) < RATES:
+            return [(rate, SEEDS[0]) for rate in neighbours]
     return [(at_best, seed) for seed in SEEDS[1:]]
 
 
 def best(rows: Sequence[Row], field: str, value: Callable[[Row], float]) -> tuple[Any, list[Row]]:
-    """What a field is where runs are best, and all its rows.
+    """What a field is where runs are best, and all its rows: of those with the most seeds, by the median of ``value``.
 
-    By the highest median of ``value`` over the seeds that everything that was tried shares: rates are tried with one
-    seed, and the best of them has the others, too.
+    Once nothing is missing that :func:`tune` calls for, none with fewer seeds is better.
     """
-    groups = grouped(rows, field)
-    shared = set.intersection(*({row["seed"] for row in members} for members in groups.values()))
+    most = max(len(of) for of in grouped(rows, field).values())
+    medians = _medians(rows, field, value, seeds=most)
+    chosen = max(medians, key=lambda each: medians[each])
+    return chosen, [row for row in rows if row[field] == chosen]
 
-    def median(members: Sequence[Row]) -> float:
-        compared = [row for row in members if row["seed"] in shared] or members
-        return statistics.median(value(row) for row in compared)
 
-    (chosen,), members = max(groups.items(), key=lambda one: median(one[1]))
-    return chosen, members
+def _medians(rows: Sequence[Row], field: str, value: Callable[[Row], float], seeds: int = 1) -> dict[Any, float]:
+    """Where there are so many seeds or more."""
+    groups = [of for of in grouped(rows, field).values() if len(of) >= seeds]
+    return {of[0][field]: statistics.median(map(value, of)) for of in groups}

@@ -1,4 +1,4 @@
-"""Rates are tried until the best is bracketed, and are compared over the seeds that all of them have."""
+"""Rates are tried until the best is bracketed and has all seeds."""
 
 from __future__ import annotations
 
@@ -43,9 +43,24 @@ def test_a_best_among_runs_that_came_apart_is_none() -> None:
     assert tune(tried, "rate", worth, (1.0, 0.5), apart=-1.5) == [(0.0625, 0)]
 
 
-def test_rates_are_compared_over_the_seeds_that_all_have() -> None:
-    few = [*rows({1.0: 2.0, 0.5: 3.0}), *rows({1.0: 9.0}, seed=1), *rows({1.0: 9.0}, seed=2)]
-    rate, members = best(few, "rate", worth)
-    assert (rate, len(members)) == (1.0, 3), "unlucky seeds of the chosen rate do not make the other one the best"
-    all_seeds = [*few, *rows({0.5: 3.0}, seed=1), *rows({0.5: 3.0}, seed=2)]
-    assert best(all_seeds, "rate", worth)[0] == 0.5
+def test_where_seeds_make_another_rate_the_best_it_is_that_ones_turn() -> None:
+    lucky = rows({1.0: 2.0, 0.5: 3.0, 0.25: 4.0, 2.0: 7.0})
+    assert tune(lucky, "rate", worth, (1.0, 0.5)) == [(1.0, 1), (1.0, 2)]
+    assert best(lucky, "rate", worth)[0] == 1.0
+    failed = [*lucky, *rows({1.0: 9.0}, seed=1), *rows({1.0: 9.0}, seed=2)]
+    assert tune(failed, "rate", worth, (1.0, 0.5)) == [(0.5, 1), (0.5, 2)]
+    rate, members = best(failed, "rate", worth)
+    assert (rate, len(members)) == (1.0, 3), "one run is not compared with three"
+    complete = [*failed, *rows({0.5: 3.5}, seed=1), *rows({0.5: 3.5}, seed=2)]
+    assert tune(complete, "rate", worth, (1.0, 0.5)) == [(0.5, 1), (0.5, 2)]
+    assert best(complete, "rate", worth)[1] == [row for row in complete if row["rate"] == 0.5]
+
+
+def test_another_best_at_the_edge_calls_for_the_next_rate() -> None:
+    failed = [*rows({1.0: 2.0, 0.5: 3.0, 2.0: 7.0}), *rows({1.0: 9.0}, seed=1), *rows({1.0: 9.0}, seed=2)]
+    assert tune(failed, "rate", worth, (1.0, 0.5)) == [(0.25, 0)]
+
+
+def test_one_seed_brackets_its_best_whatever_the_plan_s_other_seeds_say() -> None:
+    planned = [*rows({1.0: 2.0, 0.5: 3.0}), *rows({1.0: 9.0}, seed=1), *rows({1.0: 9.0}, seed=2)]
+    assert tune(planned, "rate", worth, (1.0, 0.5)) == [(2.0, 0)]
