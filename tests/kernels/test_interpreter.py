@@ -9,15 +9,26 @@ from pathlib import Path
 
 import pytest
 
+HERE = Path(__file__).parent
+
 
 def test_kernels_in_the_interpreter() -> None:
+    """A process a file, all at once: none of them uses more than one core."""
     pytest.importorskip("triton")
-    found = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(Path(__file__).parent)],
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-        cwd=Path(__file__).parents[2],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert found.returncode == 0, found.stdout[-8000:] + found.stderr[-2000:]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+    runs = [
+        subprocess.Popen(
+            [*command, str(path)],
+            env={**os.environ, "TRITON_INTERPRET": "1"},
+            cwd=HERE.parents[1],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for path in sorted(HERE.glob("test_*.py"))
+        if path != Path(__file__)
+    ]
+    said = [run.communicate()[0] for run in runs]
+    failed = [text[-8000:] for run, text in zip(runs, said, strict=True) if run.returncode]
+    assert runs
+    assert not failed, "\n".join(failed)

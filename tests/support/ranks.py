@@ -10,6 +10,7 @@ import pickle
 import tempfile
 import traceback
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,17 @@ DEVICE = os.environ.get("DS_VRGD_TEST_DEVICE", "cpu")
 BACKEND = {"cpu": "gloo", "cuda": "nccl"}[DEVICE]
 
 
-def _worker(rank: int, world: int, folder: str, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+def _worker(
+    rank: int,
+    world: int,
+    folder: str,
+    environment: dict[str, str],
+    function: Callable[..., Any],
+    arguments: tuple[Any, ...],
+) -> None:
+    os.environ.clear()  # that of the server that it was forked from
     os.environ.update(
+        environment,
         DS_ACCELERATOR=DEVICE,
         RANK=str(rank),
         LOCAL_RANK=str(rank),
@@ -64,16 +74,27 @@ def _worker(rank: int, world: int, folder: str, function: Callable[..., Any], ar
     os._exit(0 if outcome[0] == "ok" else 1)
 
 
+@cache
+def _context() -> Any:
+    """Ranks are forked from a server that has imported what they need; but for CUDA's, which may not be forked."""
+    if DEVICE != "cpu":
+        return torch.multiprocessing.get_context("spawn")
+    context = torch.multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.support.preloaded"])
+    return context
+
+
 def run_on_ranks(world: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
     """``function(rank, *arguments)`` on every rank; returns what each returned.
 
     Raises:
         AssertionError: with every failing rank's traceback.
     """
-    context = torch.multiprocessing.get_context("spawn")
+    context = _context()
     with tempfile.TemporaryDirectory() as folder:
         processes = [
-            context.Process(target=_worker, args=(rank, world, folder, function, arguments)) for rank in range(world)
+            context.Process(target=_worker, args=(rank, world, folder, dict(os.environ), function, arguments))
+            for rank in range(world)
         ]
         for process in processes:
             process.start()

@@ -1,17 +1,36 @@
-"""All engine configurations, run once a session: one spawn for each number of ranks."""
+"""All engine configurations, run once a session, many in a spawn."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 
-from tests.support.ranks import run_on_ranks
-from tests.support.trajectory import Result, run_cases
+from tests.support.ranks import DEVICE, run_on_ranks
+from tests.support.trajectory import Case, Result, run_cases
 from tests.zero.cases import all_cases, is_slow
 from tests.zero.table import ExactnessTable
 
 Outcomes = dict[tuple[int, str], Result | str]
+
+# Of a spawn, at most; and spawns that run at once. A rank that computes the reference leaves the others waiting.
+CASES = 64
+AT_ONCE = 2 if DEVICE == "cpu" else 1
+
+
+def spawns(cases: list[tuple[int, str, Case]]) -> Iterator[list[tuple[int, str, Case]]]:
+    """Parts of the cases that have one number of ranks each; the most ranks first."""
+    for world in sorted({ranks for ranks, _, _ in cases}, reverse=True):
+        mine = [case for case in cases if case[0] == world]
+        yield from (mine[start : start + CASES] for start in range(0, len(mine), CASES))
+
+
+def run(part: list[tuple[int, str, Case]]) -> Outcomes:
+    world = part[0][0]
+    results: list[Any] = run_on_ranks(world, run_cases, world, [case for _, _, case in part])[0]
+    return {(world, name): result for (_, name, _), result in zip(part, results, strict=True)}
 
 
 @pytest.fixture(scope="session")
@@ -21,9 +40,8 @@ def outcomes(request: pytest.FixtureRequest, pytestconfig: pytest.Config) -> Out
     every = any(item.get_closest_marker("slow") for item in asks)
     cases = [(world, name, case) for world, name, case in all_cases() if every or not is_slow(case, world)]
     found: Outcomes = {}
-    for world in sorted({ranks for ranks, _, _ in cases}):
-        mine = [(name, case) for ranks, name, case in cases if ranks == world]
-        results: list[Any] = run_on_ranks(world, run_cases, world, [case for _, case in mine])[0]
-        found |= {(world, name): result for (name, _), result in zip(mine, results, strict=True)}
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        for outcomes_of_part in pool.map(run, spawns(cases)):
+            found |= outcomes_of_part
     pytestconfig.stash[ExactnessTable.key] = ExactnessTable(found)
     return found
