@@ -72,8 +72,8 @@ def tables(rows: Sequence[Row]) -> list[str]:
     return [
         *lines,
         "",
-        "The same, each at the best of the factors of that rate that were tried (chosen on the held-out images, of one "
-        "seed): the factor, and of how many.",
+        "The same, each at the best of the factors of that rate that were tried (chosen on the held-out images): the "
+        "factor, and of how many.",
         "",
         *table(["batch", *map(str, several)], tuned),
     ]
