@@ -1,0 +1,48 @@
+"""Every example, run as its first lines say, learns more than the frequencies of bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import pytest
+
+from tests.examples.launch import ROOT, losses, run_example
+
+Run = tuple[str, int]
+
+# What an example prints on two ranks, beside the losses.
+PRINTED = {
+    "hf_accelerate": [],
+    "hf_trainer": [],
+    "moe": ["k = 16; the first rank holds experts 0, 1 of 4"],
+    "offload": ["k = 8; ", "MB on {'cpu'}"],
+    "pipeline": ["k = 8; 27 layers, of which this stage holds"],
+    "sequence_parallel": ["k = 8: 2 ranks share each of them"],
+    "tensor_parallel": ["k = 8; 15 of 21 layers are cut over two ranks"],
+}
+ON_TWO_RANKS = [pytest.param((name, 2), id=name) for name in PRINTED]
+ALONE = pytest.param(("hf_trainer", 1), id="hf_trainer alone", marks=pytest.mark.slow)
+
+
+@pytest.fixture(scope="module")
+def runs(request: pytest.FixtureRequest) -> Iterator[dict[Run, Future[str]]]:
+    """Those that this session asks for, two at a time: launcher and imports leave cores idle."""
+    items = [item for item in request.session.items if isinstance(item, pytest.Function)]
+    asked = [item.callspec.params["run"] for item in items if "runs" in item.fixturenames]
+    with ThreadPoolExecutor(2) as pool:
+        yield {run: pool.submit(run_example, *run) for run in asked}
+
+
+@pytest.mark.parametrize("run", [*ON_TWO_RANKS, ALONE])
+def test_it_learns_more_than_frequencies(runs: dict[Run, Future[str]], run: Run) -> None:
+    name, ranks = run
+    printed = runs[run].result()
+    for said in PRINTED[name] if ranks == 2 else []:
+        assert said in printed, printed
+    learned, frequencies = losses(printed)
+    assert learned < frequencies, printed
+
+
+def test_every_example_is_run() -> None:
+    assert PRINTED.keys() == {path.stem for path in (ROOT / "examples").glob("*.py")} - {"text"}
