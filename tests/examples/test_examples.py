@@ -29,7 +29,8 @@ ALONE = pytest.param(("hf_trainer", 1), id="hf_trainer alone", marks=pytest.mark
 def runs(request: pytest.FixtureRequest) -> Iterator[dict[Run, Future[str]]]:
     """Those that this session asks for, two at a time: launcher and imports leave cores idle."""
     items = [item for item in request.session.items if isinstance(item, pytest.Function)]
-    asked = [item.callspec.params["run"] for item in items if "runs" in item.fixturenames]
+    here = [item for item in items if item.module is request.module and "runs" in item.fixturenames]
+    asked = [item.callspec.params["run"] for item in here]
     with ThreadPoolExecutor(2) as pool:
         yield {run: pool.submit(run_example, *run) for run in asked}
 
