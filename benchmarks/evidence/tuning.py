@@ -46,7 +46,7 @@ def tune(
     if not {row[field] for row in of_one_seed} >= set(starts):
         return []
     for compared in (of_one_seed, rows):
-        medians = _medians(compared, field, value)
+        medians = {rate: statistics.median(map(value, of)) for (rate,), of in grouped(compared, field).items()}
         at_best = max(sorted(medians), key=lambda rate: max(medians[rate], apart))  # the lowest of equals
         neighbours = [rate for rate in (at_best / 2, at_best * 2) if rate not in tried]
         if neighbours and len(tried) < RATES:
@@ -59,13 +59,7 @@ def best(rows: Sequence[Row], field: str, value: Callable[[Row], float]) -> tupl
 
     Once nothing is missing that :func:`tune` calls for, none with fewer seeds is better.
     """
-    most = max(len(of) for of in grouped(rows, field).values())
-    medians = _medians(rows, field, value, seeds=most)
-    chosen = max(medians, key=lambda each: medians[each])
-    return chosen, [row for row in rows if row[field] == chosen]
-
-
-def _medians(rows: Sequence[Row], field: str, value: Callable[[Row], float], seeds: int = 1) -> dict[Any, float]:
-    """Where there are so many seeds or more."""
-    groups = [of for of in grouped(rows, field).values() if len(of) >= seeds]
-    return {of[0][field]: statistics.median(map(value, of)) for of in groups}
+    groups = grouped(rows, field).values()
+    most = max(map(len, groups))
+    members = max((of for of in groups if len(of) == most), key=lambda of: statistics.median(map(value, of)))
+    return members[0][field], members

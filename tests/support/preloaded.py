@@ -5,7 +5,6 @@ Nothing but imports: a process that has threads, a thread pool or a process grou
 
 import gc
 
-import deepspeed
 import deepspeed.runtime.bf16_optimizer
 import torch._dynamo.convert_frame
 
