@@ -37,13 +37,14 @@ help:
 venv: $(STAMP)
 
 # Without vision: a torchvision that is not built for this very torch breaks transformers, too; its tests are left out.
-# DS_BUILD_OPS=0: no DeepSpeed op is compiled at installation; none is needed.
+# DS_BUILD_OPS=0: no DeepSpeed op is compiled at installation; none is needed. pip would compile to bytecode on one core.
 $(STAMP): pyproject.toml $(CONSTRAINTS)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
 	  { echo 'ds_vrgd needs Python 3.10 or newer; name one with: make PYTHON=python3.12' >&2; exit 1; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || \
 	  { rm -rf $(VENV); echo 'python3 -m venv failed: install the venv package of your Python (Debian: python3-venv)' >&2; exit 1; }
-	DS_BUILD_OPS=0 $(BIN)/python -m pip install --use-pep517 $(addprefix -c ,$(CONSTRAINTS)) -e '.[bert,hf,plot,dev]'
+	DS_BUILD_OPS=0 $(BIN)/python -m pip install --use-pep517 --no-compile $(addprefix -c ,$(CONSTRAINTS)) -e '.[bert,hf,plot,dev]'
+	@$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true  # templates that are no Python
 	@echo 'CONSTRAINTS ?= $(CONSTRAINTS)' > $(VENV)/constraints.mk
 	@touch $@
 

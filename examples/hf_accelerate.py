@@ -18,11 +18,11 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 import ds_vrgd
 
-STEPS, ACCUMULATION, BATCH = 80, 4, 16
+STEPS, ACCUMULATION, BATCH = 40, 4, 16
 
 
 def main() -> None:
-    """Train for 80 steps of 64 blocks a rank, and print what the optimizer saw."""
+    """Train for 40 steps of 64 blocks a rank, and print what the optimizer saw."""
     set_seed(0)
     on_gpus = torch.cuda.is_available()  # without any, Accelerate knows no DeepSpeed
     accelerator = Accelerator(

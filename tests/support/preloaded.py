@@ -6,7 +6,8 @@ Nothing but imports: a process that has threads, a thread pool or a process grou
 import gc
 
 import deepspeed.runtime.bf16_optimizer
-import torch._dynamo.convert_frame
+import deepspeed.runtime.zero.muon.muon_optimizer  # a ZeRO engine imports it, and with it torch's compiler
+import torch
 
 import ds_vrgd.zero
 
