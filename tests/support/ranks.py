@@ -14,6 +14,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 TIMEOUT_S = 1200
@@ -87,9 +88,13 @@ def _context() -> Any:
 def run_on_ranks(world: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
     """``function(rank, *arguments)`` on every rank; returns what each returned.
 
+    Skips the test where there are fewer GPUs: a rank without one fails, and the others wait for it.
+
     Raises:
         AssertionError: with every failing rank's traceback.
     """
+    if DEVICE != "cpu" and torch.cuda.device_count() < world:
+        pytest.skip(f"needs {world} GPUs")
     context = _context()
     with tempfile.TemporaryDirectory() as folder:
         processes = [

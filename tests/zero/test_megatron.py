@@ -22,16 +22,12 @@ from ds_vrgd.doctor.reference import DenseOptimizer
 from ds_vrgd.doctor.weights import master_weights, whole_weights
 from tests.support.model import LENGTH, POSITIONS, VOCABULARY, WIDTH
 from tests.support.pipeline import Block, loss_of, samples, shares
-from tests.support.ranks import DEVICE, run_on_ranks
+from tests.support.ranks import run_on_ranks
 from tests.support.trajectory import Case, relative_error
 from tests.zero.pipelines import guarded, masters_by_stage
 from tests.zero.tensor_parallel import SPLIT, Mpu, ParallelLM, close, logical, logical_weights, train
 
 WORLD, STEPS, LR, DECAY = 4, 5, 5e-3, 0.1
-
-pytestmark = pytest.mark.skipif(
-    DEVICE != "cpu" and torch.cuda.device_count() < WORLD, reason="fewer than four GPUs for 2 x 2 ranks"
-)
 
 
 def megatron_groups(module: nn.Module) -> list[dict[str, Any]]:

@@ -23,7 +23,7 @@ from ds_vrgd.zero import CheckpointError, to_universal
 from ds_vrgd.zero.pipeline import EndBackward, EndMicroBatch, MeetCopies, ObservedSchedule, tied_weights
 from tests.support.model import param_groups
 from tests.support.pipeline import loss_of, pipeline, plain_model, samples, shares
-from tests.support.ranks import DEVICE, run_on_ranks
+from tests.support.ranks import run_on_ranks
 from tests.support.trajectory import Case, chunk_gradients, reference_groups, relative_error
 from tests.zero.pipelines import Outcome, Staged, build, follow, guarded, masters_by_stage, resume
 
@@ -38,10 +38,6 @@ WRAPPERS = {
     (1, "bf16", "fp32"): "BF16_Optimizer",
     (1, "fp16", None): "DeepSpeedZeroOptimizer",
 }
-
-pytestmark = pytest.mark.skipif(
-    DEVICE != "cpu" and torch.cuda.device_count() < WORLD, reason="fewer than four GPUs for two stages of two ranks"
-)
 
 
 def some() -> dict[str, Staged]:

@@ -18,17 +18,13 @@ import ds_vrgd.zero.attach
 from ds_vrgd.optim import OPTIMIZERS
 from ds_vrgd.zero.saved import CheckpointError
 from ds_vrgd.zero.universal import to_universal
-from tests.support.ranks import DEVICE, run_on_ranks
+from tests.support.ranks import run_on_ranks
 from tests.support.resuming import differences, everything
 from tests.support.trajectory import Case, Result
 from tests.zero import auto_tensor_parallel
 from tests.zero.cases import ENGINES, identify
 from tests.zero.tensor_parallel import WORLD, Mpu, ParallelLM, build, close, groups, run_case, train
 from tests.zero.test_exactness import OF_DISTANCE, OF_NOISE, OF_WEIGHTS, same_ratio
-
-pytestmark = pytest.mark.skipif(
-    DEVICE != "cpu" and torch.cuda.device_count() < WORLD, reason="fewer than four GPUs for splits of up to four"
-)
 
 #: DeepSpeed's norm leaves out parts at stage 0 in bf16: refused.
 EXACT = [engine for engine in ENGINES if engine[:2] != (0, "bf16")]
