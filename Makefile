@@ -44,7 +44,7 @@ $(STAMP): pyproject.toml $(CONSTRAINTS)
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || \
 	  { rm -rf $(VENV); echo 'python3 -m venv failed: install the venv package of your Python (Debian: python3-venv)' >&2; exit 1; }
 	DS_BUILD_OPS=0 $(BIN)/python -m pip install --use-pep517 --no-compile $(addprefix -c ,$(CONSTRAINTS)) -e '.[bert,hf,plot,dev]'
-	@$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true  # templates that are no Python
+	@$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true  # torch has a file for newer Pythons
 	@echo 'CONSTRAINTS ?= $(CONSTRAINTS)' > $(VENV)/constraints.mk
 	@touch $@
 
