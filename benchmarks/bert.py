@@ -27,19 +27,19 @@ class Network:
     shape: dict[str, int] = field(default_factory=dict)
 
     def config(self) -> Any:
-        """Its configuration: the attention of ``scaled_dot_product_attention``, dropout as BERT has it."""
+        """Return its configuration: the attention of ``scaled_dot_product_attention``, dropout as BERT has it."""
         # Rows beyond the vocabulary pad the embedding to tiles of the matrix units.
         return BertConfig(**({"vocab_size": 30528} | self.shape), attn_implementation="sdpa")
 
     def build(self, device: torch.device) -> torch.nn.Module:
-        """The network in fp32 with random weights, the same on every rank."""
+        """Return the network in fp32 with random weights, the same on every rank."""
         torch.manual_seed(0)
         with device:
             model: torch.nn.Module = BertForPreTraining(self.config())
         return model.train()
 
     def batches(self, count: int, micro_batch: int, rank: int, device: torch.device) -> list[dict[str, Tensor]]:
-        """``count`` micro-batches of random tokens without padding, which no attention mask need hide."""
+        """Return ``count`` micro-batches of random tokens without padding, which need no attention mask."""
         config = self.config()
         length = min(SEQUENCE, config.max_position_embeddings)
         generator = torch.Generator().manual_seed(1 + rank)
@@ -57,7 +57,7 @@ class Network:
         return batches
 
     def parameters(self) -> list[tuple[str, torch.nn.Parameter]]:
-        """Every parameter and its name, in the model's order; without memory."""
+        """Return every parameter and its name, in the model's order; without memory."""
         with torch.device("meta"):
             return list(BertForPreTraining(self.config()).named_parameters())
 

@@ -1,4 +1,4 @@
-"""How fast click logs are prepared: ``python -m benchmarks.click_lines``, on all flights (docs/DLRM.md)."""
+"""The rate at which click logs are prepared: ``python -m benchmarks.click_lines``, on all flights (docs/DLRM.md)."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ import torch
 from benchmarks.cpu_update import processor
 from benchmarks.pages import table
 from benchmarks.timing import Spread
-from ds_vrgd.clicks.criteo import read_file
-from ds_vrgd.clicks.flights import fetch_flights, write_flights
-from ds_vrgd.clicks.prepare import prepare
-from ds_vrgd.clicks.sources import FilesData
+from ds_vrgd_recipes.clicks.criteo import read_file
+from ds_vrgd_recipes.clicks.flights import fetch_flights, write_flights
+from ds_vrgd_recipes.clicks.prepare import prepare
+from ds_vrgd_recipes.clicks.sources import FilesData
 
 
 def main(arguments: list[str]) -> int:
@@ -35,7 +35,7 @@ def main(arguments: list[str]) -> int:
 
 
 def measure(train: Path, test: Path, work: Path, repetitions: int) -> list[str]:
-    """Lines of a table: reading ``train``, and all of the preparation of both files, in folders of ``work``."""
+    """Return lines of a table: reading ``train``, and all of the preparation of both files, in folders of ``work``."""
     folders = iter(work / f"prepared-{number}" for number in range(repetitions))
     data = FilesData(source="files", train=[str(train)], test=[str(test)])
     in_train, in_both = (sum(path.read_bytes().count(b"\n") for path in paths) for paths in ([train], [train, test]))

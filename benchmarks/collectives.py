@@ -1,4 +1,4 @@
-"""Each collective that a reduction of gradients can be made of, on one model's gradients.
+"""The collectives of which a reduction of gradients can consist, each on one model's gradients.
 
 Rows with the name of a collective move one buffer in one call, at three sizes, so that latency and bandwidth can be
 told apart (``benchmarks.model``). ``all-to-all and moments`` adds the mean and centred sum of squares that the owner of

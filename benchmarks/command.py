@@ -20,7 +20,7 @@ after every figure. On GPUs if there are any; otherwise a tiny model on the CPU 
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
-    """Arguments of the command; models become a mapping from name to micro-batch."""
+    """Return the arguments of the command; models become a mapping from name to micro-batch."""
     gpus = torch.cuda.device_count()
     parser = argparse.ArgumentParser("python -m benchmarks", description=DESCRIPTION)
     parser.add_argument("--ranks", type=int, default=gpus or 2, help="processes, a GPU each; all GPUs, or 2 on the CPU")
@@ -45,7 +45,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 
 
 def command_line(arguments: list[str], module: str = "benchmarks") -> str:
-    """As it was given, without the folder: that says nothing about the figures."""
+    """Return the command as it was given, without the folder, which does not influence the figures."""
     kept, skip = [], False
     for argument in arguments:
         if not skip and argument != "--output" and not argument.startswith("--output="):
@@ -55,7 +55,7 @@ def command_line(arguments: list[str], module: str = "benchmarks") -> str:
 
 
 def measure_parts(rank: Rank, chosen: argparse.Namespace, command: str, path: Path) -> None:
-    """Collectives and kernels: what every rank does."""
+    """Measure collectives and kernels on every rank."""
     from benchmarks import collectives, kernels
 
     record = Record(path if rank.is_first else None, environment(command, rank.count, rank.device))
@@ -73,7 +73,7 @@ def measure_steps(rank: Rank, wanted: list[Configuration], command: str, path: P
 
 
 def without_leftovers(wanted: list[Configuration]) -> list[list[Configuration]]:
-    """Cut into what one process may measure.
+    """Cut the configurations into groups that one process may measure.
 
     Stage 3 replaces ``torch.nn.functional.linear`` for good, by a function in Python that doubles the host's time for a
     forward pass: whatever the same process measured after it would be slower than it is.
@@ -99,5 +99,5 @@ def main(arguments: list[str]) -> int:
         print(error, file=sys.stderr)
         return 2
     if path.exists():
-        print(f"results in {path}; python -m benchmarks.report {chosen.output} writes them to docs/RESULTS.md")
+        print(f"results in {path}; python -m benchmarks.report {chosen.output} writes them to docs/MEASUREMENTS.md")
     return status

@@ -20,13 +20,13 @@ BUFFERS = 5  # three to send and two to receive
 
 @dataclass(frozen=True)
 class Link:
-    """Between two ranks: ``alpha`` seconds a message, ``beta`` bytes a second."""
+    """A link between two ranks: ``alpha`` seconds per message, ``beta`` bytes per second."""
 
     alpha: float
     beta: float
 
     def seconds(self, messages: float, size: float) -> float:
-        """For so many messages in a row and so many bytes together."""
+        """Return the seconds of so many messages in a row and so many bytes together."""
         return messages * self.alpha + size / self.beta
 
 
@@ -49,7 +49,7 @@ class Machine:
 
 @dataclass(frozen=True)
 class Traffic:
-    """What one rank sends in one call of ``collective``."""
+    """The messages and bytes that one rank sends in one call of ``collective``."""
 
     collective: str
     inside_messages: float
@@ -58,12 +58,12 @@ class Traffic:
     between_bytes: float = 0.0
 
     def seconds(self, machine: Machine) -> float:
-        """On a machine."""
+        """Return the seconds of a call on a machine."""
         inside = machine.inside[self.collective].seconds(self.inside_messages, self.inside_bytes)
         return inside + machine.between.seconds(self.between_messages, self.between_bytes)
 
     def times(self, factor: int) -> Traffic:
-        """So many calls."""
+        """Return the call, so many times."""
         return Traffic(
             self.collective,
             self.inside_messages * factor,
@@ -75,7 +75,7 @@ class Traffic:
 
 @dataclass(frozen=True)
 class Cost:
-    """Of the reduction of one step's gradients, on each rank.
+    """The cost of the reduction of one step's gradients, on each rank.
 
     Attributes:
         calls: what is sent.
@@ -88,7 +88,7 @@ class Cost:
     held_bytes: float = 0.0
 
     def seconds(self, machine: Machine) -> float:
-        """On a machine, nothing overlapping."""
+        """Return the seconds on a machine, with nothing overlapping."""
         return sum(call.seconds(machine) for call in self.calls) + self.memory_bytes / machine.memory
 
     def __add__(self, other: Cost) -> Cost:
@@ -100,7 +100,7 @@ class Cost:
 
 
 def nodes(ranks: int, per_node: int) -> tuple[int, int]:
-    """How many nodes there are, and how many ranks in each.
+    """Return the number of nodes, and of ranks in each.
 
     Raises:
         ValueError: the ranks do not fill whole nodes.
@@ -112,32 +112,32 @@ def nodes(ranks: int, per_node: int) -> tuple[int, int]:
 
 
 def all_reduce(size: float, ranks: int, per_node: int) -> Traffic:
-    """Of ``size`` bytes: scattered sums inside the node, all-reduced among nodes, gathered inside the node."""
+    """Return an all-reduce of ``size`` bytes: scattered sums in a node, reduced among nodes, gathered in the node."""
     n, g = nodes(ranks, per_node)
     return Traffic("all-reduce", 2 * (g - 1), 2 * (g - 1) / g * size, 2 * (n - 1), 2 * (n - 1) / n * size / g)
 
 
 def reduce_scatter(size: float, ranks: int, per_node: int) -> Traffic:
-    """The first half of an all-reduce."""
+    """Return the first half of an all-reduce."""
     n, g = nodes(ranks, per_node)
     return Traffic("reduce-scatter", g - 1, (g - 1) / g * size, n - 1, (n - 1) / n * size / g)
 
 
 def all_to_all(size: float, ranks: int, per_node: int) -> Traffic:
-    """Of ``size`` bytes on each rank: an equal part to each of the others, wherever it is."""
+    """Return an all-to-all of ``size`` bytes on each rank: an equal part to each of the others, wherever it is."""
     _, g = nodes(ranks, per_node)
     return Traffic("all-to-all", g - 1, (g - 1) / ranks * size, ranks - g, (ranks - g) / ranks * size)
 
 
 def deepspeed(stage: int, parameters: int, ranks: int, per_node: int, accumulation: int) -> Cost:
-    """DeepSpeed's own reduction; ZeRO-1 waits for the last micro-batch, ZeRO-2 and -3 reduce every one."""
+    """Return DeepSpeed's own reduction: ZeRO-1 waits for the last micro-batch, ZeRO-2 and -3 reduce every one."""
     collective = reduce_scatter if stage == 3 else all_reduce
     calls = 1 if stage == 1 else accumulation
     return Cost((collective(WIRE * parameters, ranks, per_node).times(calls),))
 
 
 def one_level(parameters: int, ranks: int, per_node: int, accumulation: int) -> Cost:
-    """Our exchange among all ranks, every micro-batch, in buckets."""
+    """Return our exchange among all ranks, per micro-batch, in buckets."""
     call = all_to_all(WIRE * parameters, ranks, per_node)
     return Cost(
         (_in_buckets(call, parameters).times(accumulation),),
@@ -147,7 +147,7 @@ def one_level(parameters: int, ranks: int, per_node: int, accumulation: int) -> 
 
 
 def two_levels(parameters: int, ranks: int, per_node: int, accumulation: int) -> Cost:
-    """Our exchange inside each node, every micro-batch, and once a step the moments between the nodes."""
+    """Return our exchange inside each node, per micro-batch, and once per step the moments between the nodes."""
     n, g = nodes(ranks, per_node)
     if n == 1 or g == 1:
         return one_level(parameters, ranks, per_node, accumulation)
@@ -170,7 +170,7 @@ def _buffers(parameters: int) -> float:
 
 
 def _in_buckets(call: Traffic, parameters: int) -> Traffic:
-    """The same bytes in more messages."""
+    """Return the same bytes in more messages."""
     count = _buckets(parameters)
     return Traffic(
         call.collective,
@@ -182,13 +182,13 @@ def _in_buckets(call: Traffic, parameters: int) -> Traffic:
 
 
 def _merged_bytes(parameters: int, sources: int, owners: int, accumulation: int) -> float:
-    """Received gradients are read; moments are written, and from the second micro-batch on read before."""
+    """Return the bytes of merging: gradients are read; moments are written, and read from the second micro-batch on."""
     owned = parameters / owners
     return accumulation * sources * owned * WIRE + (2 * accumulation - 1) * MOMENTS * owned
 
 
 def fit(points: Sequence[tuple[float, float, float]]) -> Link:
-    """The link whose relative errors have the least sum of squares.
+    """Return the link whose relative errors have the least sum of squares.
 
     Args:
         points: (messages, bytes, seconds) of measured calls; at least two sizes, or alpha is 0.
@@ -213,7 +213,7 @@ COLLECTIVES = {"all-reduce": all_reduce, "reduce-scatter": reduce_scatter, "all-
 
 
 def fitted(rows: Sequence[dict[str, Any]]) -> dict[str, Link]:
-    """The links inside a node, by collective, from the ``collectives`` of a run on one node."""
+    """Return the links inside a node, by collective, from the ``collectives`` of a run on one node."""
     links = {}
     for name, traffic in COLLECTIVES.items():
         points = []
@@ -226,7 +226,7 @@ def fitted(rows: Sequence[dict[str, Any]]) -> dict[str, Link]:
 
 
 def merge_speed(rows: Sequence[dict[str, Any]]) -> float:
-    """Bytes a second of the moments' kernel, from an all-to-all with and without it; infinite if it cost nothing."""
+    """Return bytes per second of the moments' kernel, from an all-to-all with and without it; or infinity."""
     alone, merged = (
         max((row for row in rows if row["name"] == name), key=lambda row: int(row["elements"]))
         for name in ("all-to-all", "all-to-all and moments")

@@ -26,15 +26,14 @@ from benchmarks.bert import NETWORKS
 from benchmarks.pages import table
 from benchmarks.shards import layers_of, shard_layout
 from benchmarks.timing import Clock, Spread, repeat
-from ds_vrgd import kernels
 from ds_vrgd.moments import Moments, Ranks, ShardLayout
-from ds_vrgd.optim import OPTIMIZERS
+from ds_vrgd.optim import OPTIMIZERS, Observer, passes
 
 CHUNKS = 8
 REFERENCE = "DeepSpeedCPUAdam"
 
 
-class OneShard:
+class OneShard(Observer):
     """An observer of one shard: the same moments in every step.
 
     Args:
@@ -52,7 +51,7 @@ class OneShard:
         """As given."""
         return self._layout
 
-    def agree(self, optimizer: Any) -> None:
+    def agree(self, spec: Any) -> None:
         """There is one rank."""
 
     def finish(self) -> int:
@@ -111,11 +110,11 @@ def ours(layout: ShardLayout, name: str, **arguments: Any) -> Callable[[], Any]:
 
 
 def whole(layout: ShardLayout, name: str) -> Callable[[], Any]:
-    """The same without pieces: every operation over the whole shard, as on a device that has no kernels."""
+    """Return the same without small pieces: every operation runs over a whole layer."""
     step = ours(layout, name)
 
     def run() -> None:
-        with mock.patch.object(kernels, "serving", return_value=None):
+        with mock.patch.object(passes, "ELEMENTS_A_THREAD", layout.numel):
             step()
 
     return run
@@ -128,10 +127,10 @@ CONTENDERS: dict[str, Callable[[ShardLayout], Callable[[], Any]]] = {
     "VRAdamW": lambda layout: ours(layout, "VRAdamW"),
     "VRAdamW, average in bf16": lambda layout: ours(layout, "VRAdamW", gsnr_dtype="bfloat16"),
     "VRAdamW, torch.compile": compiled.adam,
-    "VRAdamW, whole shard at a time": lambda layout: whole(layout, "VRAdamW"),
+    "VRAdamW, whole layer at a time": lambda layout: whole(layout, "VRAdamW"),
     "VRLAMB": lambda layout: ours(layout, "VRLAMB"),
     "VRLAMB, torch.compile": compiled.lamb,
-    "VRLAMB, whole shard at a time": lambda layout: whole(layout, "VRLAMB"),
+    "VRLAMB, whole layer at a time": lambda layout: whole(layout, "VRLAMB"),
     "LAMB": lambda layout: ours(layout, "LAMB"),
     "VRMomentum": lambda layout: ours(layout, "VRMomentum"),
     "VRLARS": lambda layout: ours(layout, "VRLARS"),

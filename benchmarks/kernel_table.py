@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ds_vrgd.kernels.blocks import BlockTable
+from ds_vrgd.kernels.records import AdamState, MomentumState, Source
 from ds_vrgd.moments import ShardLayout
 from ds_vrgd.moments.chan import merge_chunks_
 
@@ -37,35 +39,25 @@ class _Shard:
     """Tensors of a step over one shard, made when they are asked for."""
 
     def __init__(self, layout: ShardLayout, device: torch.device) -> None:
-        from ds_vrgd.kernels.blocks import BlockTable
-
         self._numel, self._layers, self._device = layout.numel, len(layout.layers), device
-        self.table = BlockTable([[(s.start, s.numel, s.layer, s.first) for s in layout.segments]], self._layers, device)
+        self._table = BlockTable(
+            [[(s.start, s.numel, s.layer, s.first) for s in layout.segments]], self._layers, device
+        )
 
     def flat(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """One value an element."""
+        """Return a value for each element."""
         return torch.zeros(self._numel, dtype=dtype, device=self._device)
 
     def by_layer(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """One value a layer."""
+        """Return a value for each layer."""
         return torch.ones(self._layers, dtype=dtype, device=self._device)
 
-    def partials(self, columns: int) -> Tensor:
-        """Where a kernel leaves its sums."""
-        from ds_vrgd.kernels.shared import empty_partials
-
-        return empty_partials(self.table, columns)
-
-    def plain(self) -> Any:
-        """A gradient without a ratio."""
-        from ds_vrgd.kernels.records import Source
-
+    def plain(self) -> Source:
+        """Return a gradient without a ratio."""
         return Source(self.flat(), scale=torch.ones((), device=self._device))
 
-    def moments(self, averages: bool) -> Any:
-        """The mean of the chunks as gradient, as fused mode has it; the average of the ratio in bf16."""
-        from ds_vrgd.kernels.records import Source
-
+    def moments(self, averages: bool) -> Source:
+        """Return the mean of the chunks as gradient, as in fused mode, with its ratio; the average is in bf16."""
         return Source(
             None,
             scale=torch.ones((), device=self._device),
@@ -80,14 +72,27 @@ class _Shard:
             rest3=0.1,
         )
 
-    def adam(self) -> Any:
-        """Weights and both moments."""
-        from ds_vrgd.kernels.records import AdamState
+    def adam(self, **numbers: Any) -> AdamState:
+        """Return weights and both moments."""
+        state = AdamState(self.flat(), self.flat(), self.flat(), 1e-6, 0.01, 0.1, 0.999, 0.001, 1.0, 1.0)
+        return state._replace(**numbers)
 
-        return AdamState(self.flat(), self.flat(), self.flat(), 1e-6, 0.01, 0.1, 0.999, 0.001, 1.0, 1.0)
+    def momentum(self, **numbers: Any) -> MomentumState:
+        """Return weights and a momentum buffer."""
+        return MomentumState(self.flat(), self.flat(), lr=1e-4, decay=0.01, momentum=0.9)._replace(**numbers)
+
+    def call(self, kernel: str, source: Source | None, state: Any, columns: int) -> Callable[[], Any]:
+        """Return the call of a kernel with so many columns of sums."""
+        from ds_vrgd.kernels import update
+
+        partials = update.empty_partials(self._table, columns) if columns else None
+        return lambda: update.launch(getattr(update, kernel), self._table, 0, source, state, partials, 1)
 
 
-def _merge(parts: int) -> Callable[[ShardLayout, torch.device], Callable[[], Any]]:
+Make = Callable[[ShardLayout, torch.device], Callable[[], Any]]
+
+
+def _merge(parts: int) -> Make:
     def make(layout: ShardLayout, device: torch.device) -> Callable[[], Any]:
         received = torch.zeros(RANKS, layout.numel, dtype=torch.bfloat16, device=device)
         total, m2 = (torch.zeros(layout.numel, device=device) for _ in range(2))
@@ -96,66 +101,8 @@ def _merge(parts: int) -> Callable[[ShardLayout, torch.device], Callable[[], Any
     return make
 
 
-def _ratio_sums(layout: ShardLayout, device: torch.device) -> Callable[[], Any]:
-    from ds_vrgd.kernels.ratio import ratio_sums
-
-    shard = _Shard(layout, device)
-    source, partials = shard.moments(averages=False), shard.partials(3)
-    return lambda: ratio_sums(shard.table, 0, source, partials)
-
-
-def _adam(layout: ShardLayout, device: torch.device) -> Callable[[], Any]:
-    from ds_vrgd.kernels.adam import adam_step
-
-    shard = _Shard(layout, device)
-    source, state, partials = shard.moments(averages=True), shard.adam(), shard.partials(2)
-    return lambda: adam_step(
-        shard.table, 0, source, state, partials, lr=1e-4, shrink=1.0, seed=1, decoupled=True, begins=False
-    )
-
-
-def _lamb_moments(with_ratio: bool) -> Callable[[ShardLayout, torch.device], Callable[[], Any]]:
-    def make(layout: ShardLayout, device: torch.device) -> Callable[[], Any]:
-        from ds_vrgd.kernels.lamb import lamb_advance
-
-        shard = _Shard(layout, device)
-        source = shard.moments(averages=True) if with_ratio else shard.plain()
-        state, partials = shard.adam(), shard.partials(4)
-        return lambda: lamb_advance(shard.table, 0, source, state, partials, seed=1, begins=False)
-
-    return make
-
-
-def _lamb_weights(layout: ShardLayout, device: torch.device) -> Callable[[], Any]:
-    from ds_vrgd.kernels.lamb import lamb_apply
-
-    shard = _Shard(layout, device)
-    state, rates = shard.adam(), shard.by_layer()
-    return lambda: lamb_apply(shard.table, 0, state, rates)
-
-
-def _lars_norms(layout: ShardLayout, device: torch.device) -> Callable[[], Any]:
-    from ds_vrgd.kernels.momentum import lars_norms
-
-    shard = _Shard(layout, device)
-    source, weights, partials = shard.moments(averages=False), shard.flat(), shard.partials(4)
-    return lambda: lars_norms(shard.table, 0, source, weights, partials)
-
-
-def _momentum(is_lars: bool) -> Callable[[ShardLayout, torch.device], Callable[[], Any]]:
-    def make(layout: ShardLayout, device: torch.device) -> Callable[[], Any]:
-        from ds_vrgd.kernels.momentum import momentum_step
-
-        shard = _Shard(layout, device)
-        source, weights, buffer = shard.moments(averages=False), shard.flat(), shard.flat()
-        # LARS has counted the clamped elements with its norms.
-        trust, partials = (shard.by_layer(), None) if is_lars else (None, shard.partials(2))
-        return lambda: momentum_step(
-            shard.table, 0, source, weights, buffer,
-            lr=1e-4, decay=0.01, momentum=0.9, nesterov=False, trust=trust, partials=partials,
-        )  # fmt: skip
-
-    return make
+def _on_shard(call: Callable[[_Shard], Callable[[], Any]]) -> Make:
+    return lambda layout, device: call(_Shard(layout, device))
 
 
 def _torch_adamw(layout: ShardLayout, device: torch.device) -> Callable[[], Any]:
@@ -169,20 +116,36 @@ KERNELS = (
     Kernel("moments of 2 bf16 chunks, first micro-batch", RANKS * 2 + 8, _merge(0), needs_gpu=False),
     Kernel("moments of 2 bf16 chunks, merged", RANKS * 2 + 16, _merge(1), needs_gpu=False),
     # total, m2
-    Kernel("sums of the ratio by layer", 8, _ratio_sums),
+    Kernel(
+        "sums of the ratio by layer", 8, _on_shard(lambda s: s.call("ratio_sums", s.moments(averages=False), None, 3))
+    ),
     # Read total, m2, weights, two moments, average; write weights, two moments, average.
-    Kernel("VRAdamW", 20 + 2 + 12 + 2, _adam),
+    Kernel(
+        "VRAdamW",
+        20 + 2 + 12 + 2,
+        _on_shard(lambda s: s.call("adam_step", s.moments(averages=True), s.adam(lr=1e-4, shrink=1.0), 2)),
+    ),
     # The same, but the weights are not written.
-    Kernel("VRLAMB, moments and norms", 20 + 2 + 8 + 2, _lamb_moments(True)),
+    Kernel(
+        "VRLAMB, moments and norms",
+        20 + 2 + 8 + 2,
+        _on_shard(lambda s: s.call("lamb_advance", s.moments(averages=True), s.adam(), 4)),
+    ),
     # Read gradient, weights, two moments; write two moments.
-    Kernel("LAMB, moments and norms", 16 + 8, _lamb_moments(False)),
+    Kernel("LAMB, moments and norms", 16 + 8, _on_shard(lambda s: s.call("lamb_advance", s.plain(), s.adam(), 2))),
     # Read weights and two moments; write weights.
-    Kernel("LAMB, weights", 12 + 4, _lamb_weights),
+    Kernel("LAMB, weights", 12 + 4, _on_shard(lambda s: s.call("lamb_apply", None, s.adam(rates=s.by_layer()), 0))),
     # total, m2, weights
-    Kernel("VRLARS, norms", 12, _lars_norms),
+    Kernel("VRLARS, norms", 12, _on_shard(lambda s: s.call("lars_norms", s.moments(averages=False), s.momentum(), 4))),
     # Read total, m2, weights, buffer; write weights, buffer.
-    Kernel("VRLARS, weights", 16 + 8, _momentum(True)),
-    Kernel("VRMomentum", 16 + 8, _momentum(False)),
+    Kernel(
+        "VRLARS, weights",
+        16 + 8,
+        _on_shard(lambda s: s.call("momentum_step", s.moments(averages=False), s.momentum(trust=s.by_layer()), 0)),
+    ),
+    Kernel(
+        "VRMomentum", 16 + 8, _on_shard(lambda s: s.call("momentum_step", s.moments(averages=False), s.momentum(), 2))
+    ),
     # Read weights, gradient, two moments; write weights and two moments.
     Kernel("torch fused AdamW", 16 + 12, _torch_adamw, needs_gpu=False),
 )

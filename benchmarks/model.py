@@ -35,7 +35,7 @@ _WHERE = ("inside", "between")
 
 @dataclass(frozen=True)
 class Source:
-    """Where a machine's links come from: words, and measured seconds by (collective, elements, ranks)."""
+    """The source of a machine's links: words, and measured seconds by (collective, elements, ranks)."""
 
     words: str
     machine: Machine
@@ -43,7 +43,7 @@ class Source:
 
 
 def known() -> Source:
-    """The figures from before these benchmarks, with an assumed alpha that they cannot tell."""
+    """Return the figures from before these benchmarks, with an assumed alpha that they cannot tell."""
     links = {}
     for name, seconds in KNOWN.items():
         call = cost.COLLECTIVES[name](cost.WIRE * PARAMETERS, 2, 2)
@@ -59,14 +59,14 @@ def known() -> Source:
 
 
 def measured(run: dict[str, Any]) -> Source:
-    """The links of a run on one node."""
+    """Return the links of a run on one node."""
     rows = run["collectives"]
     environment = run["environment"]
     machine = Machine(PER_NODE, cost.fitted(rows), BETWEEN, cost.merge_speed(rows))
     names = (*cost.COLLECTIVES, "exchange and moments")
     return Source(
         f"fitted to the collectives of {environment['date']} on {environment['ranks']} x {environment['card']} "
-        f"([RESULTS.md](RESULTS.md))",
+        f"([MEASUREMENTS.md](MEASUREMENTS.md))",
         machine,
         {
             (row["name"], row["elements"], row["ranks"]): row["seconds"]["median"]
@@ -80,7 +80,7 @@ Mode = Callable[[int, int], Cost]
 
 
 def modes() -> Mapping[str, Mode]:
-    """Cost by GPUs and accumulation, for BERT-large."""
+    """Return lines of the cost by GPUs and accumulation, for BERT-large."""
 
     def of(function: Callable[..., Cost], ranks: int, accumulation: int) -> Cost:
         return function(PARAMETERS, ranks, PER_NODE, accumulation)
@@ -97,7 +97,7 @@ def modes() -> Mapping[str, Mode]:
 
 
 def lines(source: Source) -> list[str]:
-    """All that is generated of the page."""
+    """Return all generated lines of the page."""
     found = [*textwrap.wrap(f"The links inside a node are {source.words}.", 120), ""]
     found += _links(source.machine) + _check(source)
     for accumulation in ACCUMULATIONS:
@@ -116,7 +116,7 @@ def _links(machine: Machine) -> list[str]:
 
 
 def _check(source: Source) -> list[str]:
-    """What the model says of the calls that it was fitted to, and of those that it was not."""
+    """Return lines of the model's prediction of the calls that it was fitted to, and of others."""
     body = []
     for (name, elements, ranks), seconds in source.measured.items():
         if name in cost.COLLECTIVES:

@@ -9,7 +9,7 @@ DOCS = Path(__file__).parent.parent / "docs"
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """Lines of a Markdown table; the first column is text, the others are aligned to the right."""
+    """Return lines of a Markdown table; the first column is text, the others are aligned to the right."""
     rule = ["---"] + ["---:"] * (len(header) - 1)
     return ["| " + " | ".join(cells) + " |" for cells in (header, rule, *rows)] + [""]
 

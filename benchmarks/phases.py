@@ -1,4 +1,4 @@
-"""What torch.profiler saw, split into the parts of a training step."""
+"""A profile of torch.profiler, split into the parts of a training step."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Phase:
 
 
 def phases(events: Iterable[Any], parts: Sequence[str]) -> dict[str, Phase]:
-    """Sort a profile's events by the part during which the host met them.
+    """Sort a profile's events by the part during which the host issued them.
 
     Args:
         events: ``torch.profiler.profile.events()``.
@@ -76,7 +76,7 @@ def phases(events: Iterable[Any], parts: Sequence[str]) -> dict[str, Phase]:
 
 
 def report(found: dict[str, Phase], top: int) -> list[str]:
-    """Counts of all parts side by side, then the longest entries of each part."""
+    """Return lines of the counts of all parts, then the longest entries of each part."""
     lines = [f"{'':34}" + "".join(f"{part:>12}" for part in found)]
     counts = {
         "host, ms": [f"{phase.host / 1e3:.2f}" for phase in found.values()],

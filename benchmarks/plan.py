@@ -1,4 +1,4 @@
-"""Which configurations are measured, and in which order: a run that is cut short has the most important ones."""
+"""The configurations to measure, in their order: a run that is cut short has the most important ones."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ STAGES = (1, 2, 3, 0)
 ACCUMULATIONS = (1, 4)
 
 #: What the claim of this package is about: measured first, at every stage.
-_FIRST = (BARE, REFERENCE, "vrlamb-fused", "vrlamb-observe")
+_FIRST = (BARE, REFERENCE, "vrlamb", "vrlamb-fused", "vrlamb-observe")
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Configuration:
 def configurations(
     models: dict[str, int], stages: Sequence[int], accumulations: Sequence[int], contenders: Sequence[str], ranks: int
 ) -> list[Configuration]:
-    """All that exist among the wanted, contenders of one (model, stage, accumulation) next to each other.
+    """Return all that exist among the wanted, contenders of one (model, stage, accumulation) next to each other.
 
     Args:
         models: name to micro-batch, in order.
@@ -51,7 +51,7 @@ def configurations(
         Configuration(model, stage, accumulation, name, micro_batch)
         for model, micro_batch in models.items()
         for name in contenders
-        for stage in ([None] if not CONTENDERS[name].has_engine else stages)
+        for stage in (stages if CONTENDERS[name].has_stages else [None])
         if stage is None or stage in CONTENDERS[name].stages
         for accumulation in accumulations
         if ranks * accumulation > 1 or not CONTENDERS[name].observes

@@ -1,4 +1,4 @@
-"""Pre-training on real text, on one GPU: sequences a second of plain transformers and of ``ds_vrgd.bert``.
+"""Pre-training on real text, on one GPU: sequences per second of plain transformers and of ``ds_vrgd_recipes.bert``.
 
     python -m benchmarks.pretraining --run configs/bert-large/64k-32k.yaml --micro-batches 256 64
 
@@ -31,14 +31,14 @@ from benchmarks.ranks import device_type
 from benchmarks.record import Record, environment, file_name
 from benchmarks.timing import Clock, Spread, repeat
 from benchmarks.training import free, highest_allocated, release, storages
-from ds_vrgd.bert.examples import Batch, ExampleBuilder, SpecialIds
-from ds_vrgd.bert.model import PretrainingModel, bert_config
-from ds_vrgd.bert.packing import pack
-from ds_vrgd.bert.prepared import PreparedData, open_prepared
-from ds_vrgd.bert.runfile import Phase, RunFile, load_run_file
-from ds_vrgd.bert.stream import MicroBatches, RankOrder, training_batches
-from ds_vrgd.training.groups import parameter_groups
-from ds_vrgd.zero import leave_out_shared_memory_op
+from ds_vrgd.engines.deepspeed import leave_out_shared_memory_op
+from ds_vrgd_recipes.bert.examples import Batch, ExampleBuilder, SpecialIds
+from ds_vrgd_recipes.bert.model import PretrainingModel, bert_config
+from ds_vrgd_recipes.bert.packing import pack
+from ds_vrgd_recipes.bert.prepared import PreparedData, open_prepared
+from ds_vrgd_recipes.bert.runfile import Phase, RunFile, load_run_file
+from ds_vrgd_recipes.bert.stream import MicroBatches, RankOrder, training_batches
+from ds_vrgd_recipes.run.groups import parameter_groups
 
 PLAIN, PACKED, COMPILED = WAYS
 WARMUP_STEPS, TIMED_STEPS = 2, 6
@@ -47,14 +47,14 @@ STEPS = WARMUP_STEPS + TIMED_STEPS + PROFILED_STEPS
 
 
 class PaddedMicroBatches(MicroBatches):
-    """As transformers takes them."""
+    """Micro-batches in the form that transformers takes."""
 
     def __getitem__(self, place: tuple[int, int]) -> Batch:
         return self.examples(place)
 
 
 class PlainModel(torch.nn.Module):
-    """transformers' own model with its own loss: logits at all positions."""
+    """The model of transformers with its own loss: logits at all positions."""
 
     def __init__(self, config: Any) -> None:
         super().__init__()
@@ -73,7 +73,7 @@ class PackedModel(PretrainingModel):
 
 
 def build(way: str, run: RunFile, pieces: int) -> torch.nn.Module:
-    """The model of a way to train, with the same random weights for all."""
+    """Return the model of a way to train, with the same random weights for all."""
     torch.manual_seed(0)
     model = PlainModel(bert_config(run.model, pieces)) if way == PLAIN else PackedModel(bert_config(run.model, pieces))
     if way == COMPILED:
@@ -82,7 +82,7 @@ def build(way: str, run: RunFile, pieces: int) -> torch.nn.Module:
 
 
 def engine_config(micro_batch: int, accumulation: int) -> dict[str, Any]:
-    """bf16, stage 2, VRLAMB as the paper's run has it."""
+    """Return the JSON: bf16, stage 2, VRLAMB as in the paper's run."""
     return {
         "train_micro_batch_size_per_gpu": micro_batch,
         "gradient_accumulation_steps": accumulation,
@@ -95,7 +95,7 @@ def engine_config(micro_batch: int, accumulation: int) -> dict[str, Any]:
 
 
 def fp32_loss(way: str, model: torch.nn.Module, batch: Batch, longest: int, device: torch.device) -> float:
-    """Of one padded batch, without dropout, and from logits in fp32, as the packed model takes it."""
+    """Return the loss of one padded batch, without dropout, from logits in fp32, as the packed model computes it."""
     model.eval()
     with torch.no_grad():
         taken = {name: tensor.to(device) for name, tensor in (batch if way == PLAIN else pack(batch)).items()}
@@ -157,7 +157,7 @@ def measure(way: str, device: torch.device, run: RunFile, phase: Phase, data: Pr
 
 
 def longest_kernels(step: Callable[[], Any]) -> list[dict[str, Any]]:
-    """Of one step: milliseconds, share of all kernels' time and calls of those that take longest together."""
+    """Return, for one step, milliseconds, share of all kernels' time and calls of the kernels that take longest."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         step()
         torch.cuda.synchronize()
@@ -193,7 +193,7 @@ def stepper(
 
 
 def measure_all(chosen: argparse.Namespace, run: RunFile, data: PreparedData, command: str, path: Path) -> None:
-    """Every way at every length; the file is complete after every row."""
+    """Measure every way at every length; the file is complete after every row."""
     device = torch.device("cuda:0" if device_type() == "cuda" else "cpu")
     record = Record(path, environment(command, 1, device))
     for phase, micro_batch in zip(run.phases, chosen.micro_batches, strict=True):

@@ -23,7 +23,7 @@ KINDS = {
 
 
 def lines(rows: Sequence[Row]) -> list[str]:
-    """Markdown lines of all rows."""
+    """Return Markdown lines of all rows."""
     plain = {row["sequence_length"]: row["sequences_per_second"]["median"] for row in rows if row["way"] == PLAIN}
     body, kernels = [], []
     for row in rows:
@@ -53,7 +53,7 @@ def lines(rows: Sequence[Row]) -> list[str]:
 
 
 def _by_kind(row: Row) -> list[str]:
-    """Milliseconds of a whole step, of the kernels of each kind, and of those that the profile does not list."""
+    """Return milliseconds of a whole step, of the kernels of each kind, and of those that the profile does not list."""
     sums = dict.fromkeys(KINDS, 0.0)
     for kernel in row["kernels"]:
         name = kernel["name"].lower()

@@ -1,4 +1,4 @@
-"""Where a training step goes: ``python -m benchmarks.profile --ranks 2 --stage 2 --contender adamw``.
+"""A profile of a training step: ``python -m benchmarks.profile --ranks 2 --stage 2 --contender adamw``.
 
 Three views of the same training, all on the first rank: steps that nobody watches, two steps under torch.profiler,
 and two calls of ``engine.step()`` under cProfile, which sees the Python that torch.profiler only sees as time between
@@ -26,7 +26,7 @@ TOP = 25
 
 
 def measure(rank: Rank, configuration: Configuration, path: Path) -> None:
-    """What every rank does; the first one watches and writes ``path``."""
+    """Train on every rank; the first one profiles and writes ``path``."""
     from torch.profiler import ProfilerActivity, profile, record_function
 
     from benchmarks.phases import phases, report
@@ -101,7 +101,7 @@ def main(arguments: list[str]) -> int:
     chosen = parser.parse_args(arguments)
     configuration = Configuration(
         chosen.model,
-        chosen.stage if CONTENDERS[chosen.contender].has_engine else None,
+        chosen.stage if CONTENDERS[chosen.contender].has_stages else None,
         chosen.accumulation,
         chosen.contender,
         chosen.micro_batch or NETWORKS[chosen.model].micro_batch,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import platform
 import subprocess
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -39,7 +39,7 @@ class Record:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Whole or not at all: a kill leaves the file that was there."""
+    """Write the whole file or nothing: a kill leaves the earlier file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_suffix(".tmp")
     unfinished.write_text(text)
@@ -47,21 +47,21 @@ def write_whole(path: Path, text: str) -> None:
 
 
 def file_name() -> str:
-    """Of a run that begins now; names sort by time."""
-    return f"run-{datetime.now(timezone.utc):%Y%m%d-%H%M%S}.json"
+    """Return the path of a run that begins now; names sort by time."""
+    return f"run-{datetime.now(UTC):%Y%m%d-%H%M%S}.json"
 
 
 def read_runs(folder: Path) -> list[dict[str, Any]]:
-    """Every run of a folder, oldest first."""
+    """Return every run of a folder, oldest first."""
     return [json.loads(path.read_text()) for path in sorted(folder.glob("run-*.json"))]
 
 
 def environment(command: str, ranks: int, device: torch.device) -> dict[str, Any]:
-    """Card, versions, command and date."""
+    """Return card, versions, command and date."""
     on_gpu = device.type == "cuda"
     return {
         "command": command,
-        "date": f"{datetime.now(timezone.utc):%Y-%m-%d %H:%M} UTC",
+        "date": f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
         "ranks": ranks,
         "card": torch.cuda.get_device_name(device) if on_gpu else f"CPU ({platform.machine()})",
         "memory_bytes": torch.cuda.get_device_properties(device).total_memory if on_gpu else 0,
@@ -86,7 +86,7 @@ def _version(package: str) -> str:
 
 
 def _commit() -> str | None:
-    """Of this checkout, where it is one."""
+    """Return the commit of this checkout, where it is one."""
     command = ["git", "describe", "--always", "--dirty", "--abbrev=10"]
     try:
         return subprocess.run(

@@ -1,4 +1,4 @@
-"""Write the tables of docs/RESULTS.md: ``python -m benchmarks.report results``.
+"""Write the tables of docs/MEASUREMENTS.md: ``python -m benchmarks.report results``.
 
 A section a run, so that figures stand beside those that were measured with them; every ratio is within one run.
 """
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import pretraining_table
-from benchmarks.contenders import BARE, CONTENDERS, REFERENCE
+from benchmarks.contenders import BARE, CONTENDERS
 from benchmarks.pages import DOCS, replace_between, table
 from benchmarks.plan import STAGES
 from benchmarks.record import read_runs
@@ -23,27 +23,28 @@ _PARTS = ("forward", "backward", "step", "host step")
 
 
 def milliseconds(spread: dict[str, float]) -> str:
-    """Median and, in brackets, the 10th to 90th percentile."""
+    """Return the median and, in brackets, the 10th to 90th percentile."""
     digits = 1 if spread["median"] >= 0.1 else 2 if spread["median"] >= 0.01 else 3
     median, low, high = (f"{spread[key] * 1e3:.{digits}f}" for key in ("median", "p10", "p90"))
     return f"{median} ({low}–{high})"
 
 
 def ratio(row: Row | None, to: Row | None) -> str:
-    """Of the medians of two whole steps, where both were measured."""
+    """Return the ratio of the medians of two whole steps, where both were measured."""
     if row is None or to is None or not row["seconds"] or not to["seconds"]:
         return UNKNOWN
     return f"{row['seconds']['total']['median'] / to['seconds']['total']['median']:.2f}"
 
 
 def extra_bytes(row: Row, reference: Row | None, ranks: int) -> float | None:
-    """Bytes that ``row`` keeps between two steps beyond ``reference``, for each parameter of a rank's shard.
+    """Return bytes that ``row`` keeps between two steps beyond ``reference``, per parameter of a rank's shard.
 
     At stage 0 the shard is the whole model. Of the rank that keeps most.
     """
     if reference is None or not row["memory"] or not reference["memory"]:
         return None
-    shard = row["parameters"] / (ranks if row["stage"] else 1)
+    cut = bool(row["stage"]) or CONTENDERS[row["contender"]].engine == "fsdp2"
+    shard = row["parameters"] / (ranks if cut else 1)
     kept, kept_by_reference = (
         max(memory["between_steps"] - memory["before"] for memory in one["memory"]) for one in (row, reference)
     )
@@ -51,7 +52,7 @@ def extra_bytes(row: Row, reference: Row | None, ranks: int) -> float | None:
 
 
 def section(run: dict[str, Any]) -> list[str]:
-    """The lines of one run."""
+    """Return the lines of one run."""
     environment = run["environment"]
     versions = ", ".join(f"{name} {version}" for name, version in environment["versions"].items())
     lines = [
@@ -113,9 +114,10 @@ def _steps_of_model(rows: list[Row], ranks: int) -> list[str]:
 
     body = []
     for row in sorted(rows, key=place):
-        reference = _find(rows, row["stage"], row["accumulation"], REFERENCE)
+        of_contender = CONTENDERS[row["contender"]]
+        reference = _find(rows, row["stage"], row["accumulation"], of_contender.peer)
         bare = _find(rows, None, row["accumulation"], BARE)
-        extra = None if row["stage"] is None else extra_bytes(row, reference, ranks)
+        extra = None if of_contender.engine is None else extra_bytes(row, reference, ranks)
         seconds, memory = row["seconds"], row["memory"]
         body.append(
             [
@@ -124,7 +126,7 @@ def _steps_of_model(rows: list[Row], ranks: int) -> list[str]:
                 str(row["accumulation"]),
                 milliseconds(seconds["total"]) if seconds else "failed",
                 *(f"{seconds[part]['median'] * 1e3:.1f}" if seconds else UNKNOWN for part in _PARTS),
-                UNKNOWN if row["stage"] is None else ratio(row, reference),
+                UNKNOWN if of_contender.engine is None else ratio(row, reference),
                 ratio(row, bare),
                 f"{max(one['peak'] for one in memory) / 1e9:.2f}" if memory else UNKNOWN,
                 UNKNOWN if extra is None else f"{extra:+.2f}",
@@ -145,7 +147,7 @@ def _find(rows: Iterable[Row], stage: int | None, accumulation: int, contender: 
 
 
 def _failures(rows: list[Row]) -> list[str]:
-    """The last line of each error, once, with where it came up."""
+    """Return the last line of each error, once, with its configurations."""
     found: dict[tuple[str, str], list[str]] = {}
     for row in rows:
         if row["failure"]:
@@ -161,9 +163,9 @@ def _failures(rows: list[Row]) -> list[str]:
 
 def main(arguments: list[str]) -> int:
     """Write the page."""
-    parser = argparse.ArgumentParser("python -m benchmarks.report", description="Write the tables of docs/RESULTS.md.")
+    parser = argparse.ArgumentParser("python -m benchmarks.report", description="Write docs/MEASUREMENTS.md.")
     parser.add_argument("results", type=Path, help="the folder that python -m benchmarks wrote")
-    parser.add_argument("--page", type=Path, default=DOCS / "RESULTS.md")
+    parser.add_argument("--page", type=Path, default=DOCS / "MEASUREMENTS.md")
     chosen = parser.parse_args(arguments)
     runs = read_runs(chosen.results)
     if not runs:

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from benchmarks.bert import Network
 from benchmarks.ranks import Rank
+from ds_vrgd.engines.deepspeed.exchanges import LARGEST_BUCKET
 from ds_vrgd.moments import Layer, Route, Segment, ShardedMoments, ShardLayout
-from ds_vrgd.zero.exchanges import LARGEST_BUCKET
 
 #: Who owns which elements: stages 1 and 2, the same with ``round_robin_gradients``, stage 3.
 FLAT, DEALT, SLICED = "flat", "round robin", "sliced"
@@ -20,17 +20,17 @@ OWNERSHIPS = (FLAT, DEALT, SLICED)
 
 
 def layers_of(network: Network) -> list[Layer]:
-    """Its parameters, in the model's order."""
+    """Return its parameters, in the model's order."""
     return [Layer(name, param.numel()) for name, param in network.parameters()]
 
 
 def shard_size(layers: Sequence[Layer], ranks: int) -> int:
-    """Elements of each rank's shard; the last one's may be padded."""
+    """Return the elements of each rank's shard; the last one's may be padded."""
     return -(-sum(layer.numel for layer in layers) // ranks)
 
 
 def shard_layout(layers: Sequence[Layer], rank: int, ranks: int) -> ShardLayout:
-    """What one rank's shard holds."""
+    """Return the layout of one rank's shard."""
     size = shard_size(layers, ranks)
     segments, offset = [], 0
     for index, layer in enumerate(layers):
@@ -42,7 +42,7 @@ def shard_layout(layers: Sequence[Layer], rank: int, ranks: int) -> ShardLayout:
 
 
 def flat_routes(layers: Sequence[Layer], shard: Tensor, rank: int, wire: torch.dtype) -> list[Route]:
-    """Where the elements of each layer go if the layers are laid end to end, and cut into a shard a rank."""
+    """Return the elements' owners if the layers are laid end to end, and cut into one shard per rank."""
     found, offset = [], 0
     for place, layer in enumerate(layers):
         runs, position = [], offset
@@ -58,7 +58,7 @@ def flat_routes(layers: Sequence[Layer], shard: Tensor, rank: int, wire: torch.d
 
 
 def sliced_routes(layers: Sequence[Layer], shard: Tensor, ranks: int, wire: torch.dtype) -> list[Route]:
-    """Where they go if every layer is cut into equal slots, one a rank, as at stage 3."""
+    """Return the elements' owners if every layer is cut into equal slots, one per rank, as at stage 3."""
     found, start = [], 0
     for place, layer in enumerate(layers):
         slot = -(-layer.numel // ranks)
@@ -70,17 +70,17 @@ def sliced_routes(layers: Sequence[Layer], shard: Tensor, ranks: int, wire: torc
 
 
 def _parameter(shard: Tensor, wire: torch.dtype) -> Tensor:
-    """Its own elements are never read, so that it needs none."""
+    """Return an empty parameter: its elements are never read."""
     return torch.empty(0, dtype=wire, device=shard.device)
 
 
 def dealt(layers: Sequence[Layer], ranks: int) -> list[Layer]:
-    """The order into which ``round_robin_gradients`` brings them: the first rank's, the second's, and so on."""
+    """Return them in the order of ``round_robin_gradients``: the first rank's, the second's, and so on."""
     return [layer for first in range(ranks) for layer in layers[first::ranks]]
 
 
 def routes_of(network: Network, ownership: str, rank: Rank, wire: torch.dtype) -> list[Route]:
-    """In the model's order; at stages 1 and 2 matrices and vectors are param groups of their own.
+    """Return the routes in the model's order; at stages 1 and 2 matrices and vectors are param groups of their own.
 
     Args:
         network: whose parameters.
@@ -111,7 +111,7 @@ def exchange(network: Network, ownership: str, rank: Rank, wire: torch.dtype) ->
 
     def run() -> None:
         for route, gradient in zip(order, gradients, strict=True):
-            moments.take(route.param, gradient)
+            moments.add(route.param, gradient, keep=True)
         moments.end_micro_batch()
         moments.reset()
 

@@ -39,7 +39,7 @@ class StepTimer:
         self.loss = math.nan
 
     def run(self, steps: int) -> dict[str, list[float]]:
-        """Seconds of each step: ``total`` and each part, of the device; the same with ``host `` in front."""
+        """Return seconds of each step: ``total`` and each part, on the device; the same with ``host `` in front."""
         self._clock.synchronize()
         marks = [self._mark()]
         for _ in range(steps):

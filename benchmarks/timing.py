@@ -14,7 +14,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Spread:
-    """Median and the 10th and 90th percentile of ``count`` values, in their unit."""
+    """The median and the 10th and 90th percentile of ``count`` values, in their unit."""
 
     median: float
     p10: float
@@ -23,7 +23,7 @@ class Spread:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Spread:
-        """Of at least one value, percentiles interpolated linearly.
+        """Return the spread of at least one value, percentiles interpolated linearly.
 
         Raises:
             ValueError: there is no value.
@@ -36,12 +36,12 @@ class Spread:
         return cls(float(median), float(low), float(high), len(values))
 
     def to_json(self) -> dict[str, Any]:
-        """The fields by name."""
+        """Return the fields by name."""
         return asdict(self)
 
 
 class Clock:
-    """Moments in the order of the device's work: CUDA events, or the host's clock where there is no GPU."""
+    """Marks in the order of the device's work: CUDA events, or the host's clock where there is no GPU."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -69,14 +69,14 @@ class Clock:
             torch.cuda.synchronize(self._device)
 
     def seconds(self, begin: Any, end: Any) -> float:
-        """Between two moments that the device has passed."""
+        """Return the seconds between two marks that the device has passed."""
         if self._device.type != "cuda":
             return float(end - begin)
         return float(begin.elapsed_time(end)) * 1e-3
 
 
 def repeat(function: Callable[[], Any], clock: Clock, repetitions: int, warmup: int) -> list[float]:
-    """Seconds of each of ``repetitions`` calls made back to back, after ``warmup`` more that are not timed."""
+    """Return seconds of each of ``repetitions`` calls made back to back, after ``warmup`` more that are not timed."""
     for _ in range(warmup):
         function()
     clock.synchronize()
@@ -91,7 +91,7 @@ def repeat(function: Callable[[], Any], clock: Clock, repetitions: int, warmup: 
 def repeat_with_host_ahead(
     function: Callable[[], Any], clock: Clock, repetitions: int, warmup: int, align: Callable[[], Any]
 ) -> list[float]:
-    """As :func:`repeat`, but the host issues each call while the device is still busy with something else.
+    """Do as :func:`repeat`, but the host issues each call while the device is still busy with something else.
 
     ``align`` is a small collective: the ranks' devices begin together when it is over.
     """

@@ -1,4 +1,4 @@
-"""A model with its optimizer in a DeepSpeed engine, or alone: what a step consists of, and how it is taken down."""
+"""A model with its optimizer in an engine, or alone: what a step consists of, and how it is taken down."""
 
 from __future__ import annotations
 
@@ -9,13 +9,17 @@ from typing import Any, Protocol
 import deepspeed
 import torch
 from torch import Tensor
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
-import ds_vrgd  # noqa: F401  (makes VRLAMB known to DeepSpeed)
+import ds_vrgd
 from benchmarks.bert import NETWORKS
 from benchmarks.contenders import CONTENDERS, torch_adamw
 from benchmarks.plan import Configuration
 from benchmarks.ranks import Rank
-from ds_vrgd.training.groups import parameter_groups
+from ds_vrgd_recipes.run.groups import parameter_groups
 
 CLIPPING = 1.0
 # Bytes of a tensor that is worth being taken down by force.
@@ -23,23 +27,23 @@ LARGE = 2**20
 
 
 class Training(Protocol):
-    """What is timed: the three parts of a micro-batch; ``step()`` does its work in the last one of a step."""
+    """The timed unit: the three parts of a micro-batch; ``step()`` does its work in the last one of a step."""
 
     def forward(self, batch: dict[str, Tensor]) -> Tensor:
-        """Loss of a micro-batch."""
+        """Return the loss of a micro-batch."""
 
     def backward(self, loss: Tensor) -> None:
-        """Gradients of a micro-batch."""
+        """Compute the gradients of a micro-batch."""
 
     def step(self) -> None:
-        """The end of a micro-batch."""
+        """End a micro-batch."""
 
     def close(self) -> None:
-        """Give everything back."""
+        """Release everything."""
 
 
 class EngineTraining:
-    """Inside a DeepSpeed engine."""
+    """A training inside a DeepSpeed engine."""
 
     def __init__(self, configuration: Configuration, rank: Rank) -> None:
         contender = CONTENDERS[configuration.contender]
@@ -92,14 +96,62 @@ class BareTraining:
         self._model = None
 
 
+class TorchTraining(BareTraining):
+    """The same model under PyTorch's own DDP (fp32 weights and autocast to bf16) or FSDP2 (bf16 computes and travels).
+
+    Every micro-batch is reduced, as DeepSpeed does; under DDP the last one alone.
+    """
+
+    def __init__(self, configuration: Configuration, rank: Rank) -> None:
+        contender = CONTENDERS[configuration.contender]
+        assert contender.make is not None
+        model: Any = NETWORKS[configuration.model].build(rank.device)
+        self._accumulation, self._micro_batches = configuration.accumulation, 0
+        self._autocast = contender.engine == "ddp"
+        if self._autocast:
+            self._optimizer = contender.make(parameter_groups(model))
+            self._model: Any = DistributedDataParallel(
+                model, None if rank.device.type == "cpu" else [rank.device.index], gradient_as_bucket_view=True
+            )
+            if contender.compressed:
+                self._model.register_comm_hook(None, bf16_compress_hook)
+        else:
+            policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
+            mesh = init_device_mesh(rank.device.type, (rank.count,))
+            for block in [*model.bert.encoder.layer, model]:
+                fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=contender.reshard)
+            self._model = model
+            self._optimizer = contender.make(parameter_groups(model))
+            if contender.make is not torch_adamw:
+                ds_vrgd.attach(model, self._optimizer)
+
+    def forward(self, batch: dict[str, Tensor]) -> Tensor:
+        if self._autocast:
+            self._model.require_backward_grad_sync = (self._micro_batches + 1) % self._accumulation == 0
+        with torch.autocast(batch["input_ids"].device.type, torch.bfloat16, enabled=self._autocast):
+            loss: Tensor = self._model(**batch).loss
+        return loss
+
+    def step(self) -> None:
+        if self._micro_batches % self._accumulation == 0:
+            torch.nn.utils.clip_grad_norm_(self._model.parameters(), CLIPPING)
+            self._optimizer.step()
+            self._optimizer.zero_grad()
+
+    def close(self) -> None:
+        self._model = self._optimizer = None  # type: ignore[assignment]
+
+
 def build(configuration: Configuration, rank: Rank) -> Training:
-    """The training of a configuration."""
-    has_engine = CONTENDERS[configuration.contender].has_engine
-    return EngineTraining(configuration, rank) if has_engine else BareTraining(configuration, rank)
+    """Return the training of a configuration."""
+    engine = CONTENDERS[configuration.contender].engine
+    if engine is None:
+        return BareTraining(configuration, rank)
+    return (EngineTraining if engine == "deepspeed" else TorchTraining)(configuration, rank)
 
 
 def engine_config(configuration: Configuration) -> dict[str, Any]:
-    """The DeepSpeed JSON: its defaults, apart from what the configuration names, bf16 and clipping."""
+    """Return the DeepSpeed JSON: its defaults, apart from what the configuration names, bf16 and clipping."""
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": configuration.micro_batch,
         "gradient_accumulation_steps": configuration.accumulation,
@@ -114,7 +166,7 @@ def engine_config(configuration: Configuration) -> dict[str, Any]:
 
 
 def free(device: torch.device) -> None:
-    """Let go of what nobody refers to any more."""
+    """Free memory that nothing refers to any more."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
@@ -122,7 +174,7 @@ def free(device: torch.device) -> None:
 
 
 def storages() -> dict[int, torch.UntypedStorage]:
-    """The memory of all tensors that Python knows, by address."""
+    """Return the memory of all tensors that Python knows, by address."""
     # Subclasses may have no memory of their own, as torch.compile's fake tensors.
     tensors = [thing for thing in gc.get_objects() if type(thing) in (Tensor, torch.nn.Parameter)]
     real = [tensor for tensor in tensors if tensor.layout == torch.strided and not tensor.is_meta]
@@ -130,7 +182,7 @@ def storages() -> dict[int, torch.UntypedStorage]:
 
 
 def release(keep: Collection[int]) -> None:
-    """Take the memory of every large tensor away that is not at an address to ``keep``.
+    """Free the memory of every large tensor that is not at an address to ``keep``.
 
     After ``engine.destroy()`` and a garbage collection DeepSpeed 0.19 still refers to a whole ZeRO-3 model, and the
     next configurations would find less and less memory.
@@ -141,12 +193,12 @@ def release(keep: Collection[int]) -> None:
 
 
 def allocated(device: torch.device) -> int:
-    """Bytes of tensors on the device; 0 on the CPU, which does not count them."""
+    """Return the bytes of tensors on the device; 0 on the CPU, which does not count them."""
     return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
 
 
 def highest_allocated(device: torch.device) -> int:
-    """The most of :func:`allocated` since the last call; 0 on the CPU."""
+    """Return the most of :func:`allocated` since the last call; 0 on the CPU."""
     if device.type != "cuda":
         return 0
     highest = torch.cuda.max_memory_allocated(device)

@@ -1,8 +1,8 @@
-"""Constraints for an image whose base has its own torch: what the base has stays; the rest is what the tests ran with.
+"""Write constraints for an image whose base has its own torch: its packages stay, the others are as tested.
 
     python docker/constraints.py constraints/cpu.txt > kept.txt && pip install -c kept.txt ...
 
-With a release in its place, torch would bring a CUDA and an NCCL of its own, without what the base was tuned for.
+A release of torch in its place would bring its own CUDA and NCCL, and lose what the base was tuned for.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from pathlib import Path
 
 from packaging.requirements import Requirement
 
-#: Compiled against the base's torch, and not among our own requirements.
+#: Packages compiled against the base's torch that are not among this project's requirements.
 WITH_TORCH = ("torchvision", "torchaudio")
 
 
 def constraints(lines: list[str]) -> Iterator[str]:
-    """Each pin of ``lines``, or in its place the version that is installed."""
+    """Yield each pin of ``lines``, or the installed version in its place."""
     for line in lines:
         pin = line.partition("#")[0].strip()
         if pin:
@@ -28,7 +28,7 @@ def constraints(lines: list[str]) -> Iterator[str]:
 
 
 def installed(name: str) -> str | None:
-    """``name==version`` of what is installed, None if it is not."""
+    """Return ``name==version`` of an installed package; None if it is not installed."""
     try:
         return f"{name}=={metadata.version(name)}"
     except metadata.PackageNotFoundError:

@@ -3,7 +3,7 @@
 #
 #   mpi.sh PROGRAM.py ARGUMENTS ... --output=FOLDER
 #
-# Exit status: 0, the run is finished; 75, it is not, and the same command goes on; otherwise what failed.
+# Exit status: 0, the run is finished; 75, it is not, and the same command resumes; otherwise the status of the failure.
 set -euo pipefail
 
 hostfile=${OMPI_MCA_orte_default_hostfile:-/etc/mpi/hostfile}
@@ -16,8 +16,8 @@ if [[ -z $output ]]; then
   exit 2
 fi
 
-# mpirun tells no rank where rank 0 is. By its full name it finds its own files on the other nodes, which have none of this
-# container's variables; and then it puts its own folder in front of PATH, so that programs need their full names, too.
+# mpirun does not give the ranks the address of rank 0. Called by its full name, it finds its own files on the other nodes,
+# which lack this container's variables. It then puts its own folder in front of PATH, so programs need full names, too.
 read -r first _ < "$hostfile"
 run=("$(command -v mpirun)" --hostfile "$hostfile" --bind-to none --wdir "$PWD"
   -x PATH -x LD_LIBRARY_PATH -x "MASTER_ADDR=$first" -x MASTER_PORT=29500)

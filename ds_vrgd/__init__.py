@@ -1,17 +1,32 @@
 """Variance-reduced large-batch optimizers for PyTorch and DeepSpeed; exact LARS and LAMB under ZeRO.
 
-``import ds_vrgd`` makes every optimizer known to DeepSpeed: ``{"optimizer": {"type": "VRLAMB", ...}}`` in its JSON
-is enough.
+Where DeepSpeed is installed, ``import ds_vrgd`` makes every optimizer known to it: ``{"optimizer": {"type": "VRLAMB",
+...}}`` in its JSON is enough. Plain PyTorch needs torch alone.
 """
 
-from ds_vrgd.meter import NoiseScale, NoiseScaleEstimate, NoiseScaleMeter
+from typing import TYPE_CHECKING
+
+from ds_vrgd import moved as _moved
+from ds_vrgd.engines import attach
+from ds_vrgd.engines import register as _register
+from ds_vrgd.noise import (
+    GSNRStatistics,
+    LayerGSNR,
+    NoiseScale,
+    NoiseScaleEstimate,
+    NoiseScaleMeter,
+    NoiseScaleUnknown,
+    gsnr_stats,
+    noise_scale,
+)
 from ds_vrgd.optim import LAMB, LARS, VRLAMB, VRLARS, VRSGD, VRAdam, VRAdamW, VRMomentum
-from ds_vrgd.statistics import GSNRStatistics, LayerGSNR, gsnr_stats, noise_scale
-from ds_vrgd.zero import register as _register
 
 __version__ = "0.1.0"
 
+_moved.install()
 _register()
+if not TYPE_CHECKING:  # a type checker must still see a misspelt name
+    __getattr__ = _moved.attribute
 
 __all__ = [
     "LAMB",
@@ -24,10 +39,12 @@ __all__ = [
     "NoiseScale",
     "NoiseScaleEstimate",
     "NoiseScaleMeter",
+    "NoiseScaleUnknown",
     "VRAdam",
     "VRAdamW",
     "VRMomentum",
     "__version__",
+    "attach",
     "gsnr_stats",
     "noise_scale",
 ]

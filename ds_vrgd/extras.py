@@ -1,4 +1,4 @@
-"""What is not installed is named together with the extra that brings it."""
+"""The errors about packages that are not installed, or are of a release that cannot be used."""
 
 from __future__ import annotations
 
@@ -6,23 +6,28 @@ from importlib.util import find_spec
 
 
 class MissingExtra(ModuleNotFoundError):
-    """A package of an extra of ds_vrgd is not installed. The message names both, and the command."""
+    """A package that an extra brings is not installed. The message names both, and the command."""
 
 
-def need(extra: str, *modules: str) -> None:
+class UnsupportedRelease(RuntimeError):
+    """A package is installed in a release that cannot be used. The message names it, why, and the way out."""
+
+
+def need(extra: str, *modules: str, distribution: str = "ds_vrgd") -> None:
     """Check that packages are installed, without importing them.
 
     Args:
-        extra: of ds_vrgd, which brings them.
+        extra: the extra that brings them.
         modules: their top-level modules.
+        distribution: the package whose extra it is.
 
     Raises:
-        MissingExtra: one of them is not there.
+        MissingExtra: a package is not installed.
     """
     missing = [module for module in modules if find_spec(module) is None]
     if missing:
         raise MissingExtra(
             f"{', '.join(missing)} not installed; the extra {extra!r} brings what is needed here: "
-            f"pip install 'ds_vrgd[{extra}]'",
+            f"pip install '{distribution}[{extra}]'",
             name=missing[0],
         )

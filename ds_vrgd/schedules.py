@@ -10,7 +10,7 @@ import math
 
 
 def square_root_scaled_lr(base_lr: float, base_batch: int, batch: int) -> float:
-    """Learning rate for ``batch`` when ``base_lr`` is right for ``base_batch``: base_lr * sqrt(batch / base_batch).
+    """Return the learning rate for ``batch``, given that of ``base_batch``: base_lr * sqrt(batch / base_batch).
 
     The rule of LAMB's batch-size table (You et al. 2019, "Large Batch Optimization for Deep Learning", table 1)
     and of the VRGD paper's experiments.
@@ -21,7 +21,7 @@ def square_root_scaled_lr(base_lr: float, base_batch: int, batch: int) -> float:
 
 
 def legw_warmup_ratio(base_ratio: float, base_batch: int, batch: int) -> float:
-    """Warm-up, as a fraction of the run, for ``batch`` when ``base_ratio`` is right for ``base_batch``.
+    """Return the warm-up for ``batch``, as a fraction of the run, given that of ``base_batch``.
 
     Linear-epoch gradual warm-up (LEGW, You et al. 2019): k times the batch warms up over k times the epochs. At
     an unchanged number of epochs that is k times the fraction of the run.
@@ -43,16 +43,15 @@ def legw_warmup_ratio(base_ratio: float, base_batch: int, batch: int) -> float:
 def warmup_polynomial_lr(
     step: int, *, total_steps: int, peak_lr: float, warmup_steps: int = 0, power: float = 1.0
 ) -> float:
-    """Learning rate of update ``step`` (0-based): linear warm-up from zero, then polynomial decay to zero.
+    """Return the learning rate of update ``step`` (0-based): linear warm-up from zero, polynomial decay to zero.
 
     ::
 
         step <  warmup_steps:  peak_lr * (step + 1) / warmup_steps
         step >= warmup_steps:  peak_lr * (1 - (step - warmup_steps) / (total_steps - warmup_steps)) ** power
 
-    The line starts at zero one update before the first and reaches zero one update after the last, so no update
-    is spent at a rate of zero, and decay starts at the peak (no jump at the end of the warm-up). With
-    ``warmup_steps == total_steps`` the rate only rises.
+    No update is spent at a rate of zero: the line starts there one update before the first, and ends there one update
+    after the last. Decay starts at the peak. With ``warmup_steps == total_steps`` the rate only rises.
 
     Raises:
         ValueError: a step outside [0, total_steps), or a warm-up longer than the run.
@@ -69,7 +68,7 @@ def warmup_polynomial_lr(
 
 
 def warmup_cosine_lr(step: int, *, total_steps: int, peak_lr: float, warmup_steps: int = 0) -> float:
-    """Learning rate of update ``step`` (0-based): linear warm-up from zero, then half a cosine down to zero.
+    """Return the learning rate of update ``step`` (0-based): linear warm-up from zero, half a cosine down to zero.
 
     ::
 
@@ -90,10 +89,9 @@ def warmup_cosine_lr(step: int, *, total_steps: int, peak_lr: float, warmup_step
 
 
 def phase_of_step(step: int, phase_steps: list[int]) -> tuple[int, int]:
-    """Which phase an update of the whole run belongs to, and its number within that phase.
+    """Return the phase that an update of the whole run belongs to, and its number within that phase.
 
-    Multi-phase runs warm up again from zero in every phase (re-warm-up, You et al. 2019, section 4.1), which is
-    what counting the schedule's step within the phase does.
+    Multi-phase runs warm up again from zero in every phase (re-warm-up, You et al. 2019, section 4.1).
 
     Args:
         step: 0-based update of the whole run; the number of all updates is allowed and means "finished".

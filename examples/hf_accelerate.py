@@ -2,12 +2,13 @@
 
 deepspeed --num_gpus 2 examples/hf_accelerate.py       (on a CPU: DS_ACCELERATOR=cpu LOCAL_SIZE=2 in front)
 
-With `accelerate launch`, leave `deepspeed_plugin` out: what `accelerate config` wrote takes its place.
+With `accelerate launch`, leave `deepspeed_plugin` out: the file of `accelerate config` replaces it.
 """
 
 from __future__ import annotations
 
 import itertools
+from collections import deque
 
 import torch
 from accelerate import Accelerator, DeepSpeedPlugin
@@ -22,9 +23,9 @@ STEPS, ACCUMULATION, BATCH = 40, 4, 16
 
 
 def main() -> None:
-    """Train for 40 steps of 64 blocks a rank, and print what the optimizer saw."""
+    """Train for 40 steps of 64 blocks per rank, and print what the optimizer measured."""
     set_seed(0)
-    on_gpus = torch.cuda.is_available()  # without any, Accelerate knows no DeepSpeed
+    on_gpus = torch.cuda.is_available()  # Accelerate uses DeepSpeed only with GPUs
     accelerator = Accelerator(
         cpu=not on_gpus,
         deepspeed_plugin=DeepSpeedPlugin(zero_stage=2) if on_gpus else None,
@@ -35,18 +36,20 @@ def main() -> None:
     data = DataLoader(blocks(64), batch_size=BATCH, shuffle=True, drop_last=True)
     model, optimizer, data = accelerator.prepare(model, optimizer, data)
 
+    losses: deque[torch.Tensor] = deque(maxlen=ACCUMULATION)  # of the last step: one micro-batch alone is noisy
     epochs = itertools.chain.from_iterable(itertools.repeat(data))
     for batch in itertools.islice(epochs, STEPS * ACCUMULATION):
         with accelerator.accumulate(model):
             loss = model(input_ids=batch, labels=batch).loss
+            losses.append(loss.detach())
             accelerator.backward(loss)
             optimizer.step()
             optimizer.zero_grad()
-    loss = accelerator.reduce(loss.detach(), "mean")
+    mean = accelerator.reduce(torch.stack([*losses]).mean(), "mean")
     stats = ds_vrgd.gsnr_stats(optimizer)
     if accelerator.is_main_process:
         print(f"k = {stats.k}, mean GSNR over the layers {stats.means().mean_ratio:.3f}")
-        print(f"loss {loss:.3f} (byte frequencies alone: {unigram_entropy():.3f})")
+        print(f"loss {mean:.3f} (byte frequencies alone: {unigram_entropy():.3f})")
     accelerator.end_training()
 
 

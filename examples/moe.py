@@ -7,6 +7,8 @@ deepspeed --num_gpus 2 examples/moe.py                 (on a CPU: DS_ACCELERATOR
 
 from __future__ import annotations
 
+from collections import deque
+
 import deepspeed
 import torch
 from deepspeed.moe.layer import MoE
@@ -14,8 +16,9 @@ from text import VOCABULARY, blocks, unigram_entropy
 from torch import Tensor, nn
 
 import ds_vrgd
+from ds_vrgd.engines.deepspeed import leave_out_shared_memory_op
 
-deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # on a CPU, compiling it takes a minute
+leave_out_shared_memory_op()  # on a CPU, compiling it takes a minute
 
 STEPS, ACCUMULATION, BATCH, SEEN, WIDTH, EXPERTS, SPREAD = 60, 8, 8, 4, 64, 4, 2
 
@@ -29,7 +32,7 @@ DEEPSPEED = {
 
 
 class Bytes(nn.Module):
-    """Predicts every byte of a block from the four before it."""
+    """A model that predicts every byte of a block from the four before it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -40,7 +43,7 @@ class Bytes(nn.Module):
         self.head = nn.Linear(WIDTH, VOCABULARY)
 
     def forward(self, ids: Tensor) -> Tensor:
-        """Loss of ``(batch, length)`` bytes, and the share of it that spreads the tokens over the experts."""
+        """Return the loss of ``(batch, length)`` bytes, and the term that spreads the tokens over the experts."""
         windows = self.embedding(ids[:, :-1]).unfold(1, SEEN, 1).flatten(2)
         hidden = self.mix(windows).tanh()
         routed, balance, _ = self.experts(hidden)
@@ -50,20 +53,22 @@ class Bytes(nn.Module):
 
 
 def main() -> None:
-    """Train for 60 steps of 64 blocks a rank, and print what the optimizer saw."""
+    """Train for 60 steps of 64 blocks per rank, and print what the optimizer measured."""
     deepspeed.init_distributed()
     torch.manual_seed(0)
     model = Bytes()
     engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=DEEPSPEED)
     text = blocks(64)
     order = torch.Generator().manual_seed(1 + torch.distributed.get_rank())
+    recent: deque[Tensor] = deque(maxlen=ACCUMULATION)  # of the last step: one micro-batch alone is noisy
     for _ in range(STEPS):
         chosen = torch.randint(len(text), (ACCUMULATION, BATCH), generator=order)
         for batch in text[chosen].to(engine.device):
             losses = engine(batch)
+            recent.append(losses[0].detach())
             engine.backward(losses.sum())
             engine.step()
-    loss = losses[0].detach()
+    loss = torch.stack([*recent]).mean()
     torch.distributed.all_reduce(loss, op=torch.distributed.ReduceOp.SUM)
     stats = ds_vrgd.gsnr_stats(engine)
     if torch.distributed.get_rank() == 0:

@@ -16,8 +16,9 @@ from text import VOCABULARY, blocks, unigram_entropy
 from torch import Tensor, nn
 
 import ds_vrgd
+from ds_vrgd.engines.deepspeed import leave_out_shared_memory_op
 
-deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # on a CPU, compiling it takes a minute
+leave_out_shared_memory_op()  # on a CPU, compiling it takes a minute
 
 STEPS, ACCUMULATION, BATCH, LENGTH, WIDTH = 40, 8, 8, 64, 64
 
@@ -36,29 +37,29 @@ DEEPSPEED = {
 
 
 class Causal(nn.TransformerEncoderLayer):
-    """A transformer layer that looks at earlier bytes only."""
+    """A transformer layer that attends to earlier bytes only."""
 
     def __init__(self) -> None:
         super().__init__(WIDTH, 4, 2 * WIDTH, dropout=0.0, batch_first=True, norm_first=True)
 
     def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
-        """``(batch, LENGTH, WIDTH)`` to the same."""
+        """Map ``(batch, LENGTH, WIDTH)`` to the same shape."""
         mask = nn.Transformer.generate_square_subsequent_mask(x.shape[1], device=x.device)
         return super().forward(x, src_mask=mask, is_causal=True)
 
 
 def logits(embedding: nn.Embedding, x: Tensor) -> Tensor:
-    """The shared weight as the output layer."""
+    """Apply the shared weight as the output layer."""
     return nn.functional.linear(x, embedding.weight) / WIDTH**0.5
 
 
 def loss_of(scores: Tensor, following: Tensor) -> Tensor:
-    """Mean cross entropy of the next byte, in nats."""
+    """Return the mean cross entropy of the next byte, in nats."""
     return nn.functional.cross_entropy(scores.flatten(0, 1), following.flatten())
 
 
 def batches(text: Tensor, replicas: int, replica: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """This pipeline's micro-batches, without end: inputs for the first stage, labels for the last."""
+    """Yield this pipeline's micro-batches, without end: inputs for the first stage, labels for the last."""
     order = torch.Generator().manual_seed(1)
     while True:
         block = text[torch.randint(len(text), (replicas, BATCH), generator=order)[replica]]
@@ -66,7 +67,7 @@ def batches(text: Tensor, replicas: int, replica: int) -> Iterator[tuple[Tensor,
 
 
 def main() -> None:
-    """Train for 40 steps of 64 blocks a pipeline, and print what the optimizer saw."""
+    """Train for 40 steps of 64 blocks per pipeline, and print what the optimizer measured."""
     deepspeed.init_distributed()
     layers = [
         TiedLayerSpec("bytes", nn.Embedding, VOCABULARY, WIDTH),

@@ -7,6 +7,8 @@ deepspeed --num_gpus 2 examples/sequence_parallel.py     (on a CPU: DS_ACCELERAT
 
 from __future__ import annotations
 
+from collections import deque
+
 import deepspeed
 import torch
 from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
@@ -14,8 +16,9 @@ from text import VOCABULARY, blocks, unigram_entropy
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import ds_vrgd
+from ds_vrgd.engines.deepspeed import leave_out_shared_memory_op
 
-deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # on a CPU, compiling it takes a minute
+leave_out_shared_memory_op()  # on a CPU, compiling it takes a minute
 
 STEPS, ACCUMULATION, BATCH, LENGTH, SHARED = 40, 8, 8, 64, 2
 
@@ -33,7 +36,7 @@ DEEPSPEED = {
 
 
 def main() -> None:
-    """Train for 40 steps of 64 blocks a sequence group, and print what the optimizer saw."""
+    """Train for 40 steps of 64 blocks per sequence group, and print what the optimizer measured."""
     deepspeed.init_distributed()
     torch.manual_seed(0)
     config = LlamaConfig(
@@ -55,6 +58,7 @@ def main() -> None:
     places = torch.arange(LENGTH).chunk(SHARED)[part].to(engine.device)
     text = blocks(LENGTH + 1)
     order = torch.Generator().manual_seed(1)
+    losses: deque[torch.Tensor] = deque(maxlen=ACCUMULATION)  # of the last step: one micro-batch alone is noisy
     for _ in range(STEPS):
         chosen = torch.randint(len(text), (ACCUMULATION, replicas, BATCH), generator=order)[:, replica]
         for batch in text[chosen].to(engine.device):
@@ -62,9 +66,10 @@ def main() -> None:
             logits = engine(input_ids=ids, position_ids=places.expand(BATCH, -1), use_cache=False).logits
             # This rank's share of the mean over the whole sequences: DeepSpeed adds the shares up.
             loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten()) / SHARED
+            losses.append(loss.detach())
             engine.backward(loss)
             engine.step()
-    total = loss.detach().clone()
+    total = torch.stack([*losses]).mean()
     torch.distributed.all_reduce(total, group=mpu.get_sequence_parallel_group())
     stats = ds_vrgd.gsnr_stats(engine)
     if torch.distributed.get_rank() == 0:

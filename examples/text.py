@@ -1,4 +1,4 @@
-"""Real text that is always there: this repository's own pages, as bytes."""
+"""Real text that needs no download: this repository's own pages, as bytes."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ VOCABULARY = 256
 
 
 def pages() -> Tensor:
-    """All pages, one after the other: ``(bytes,)``, int64."""
+    """Return all pages, one after the other: ``(bytes,)``, int64."""
     root = Path(__file__).resolve().parents[1]
     text = b"\n".join(path.read_bytes() for path in [root / "README.md", *sorted((root / "docs").glob("*.md"))])
     return torch.frombuffer(bytearray(text), dtype=torch.uint8).long()
 
 
 def blocks(length: int) -> Tensor:
-    """The pages cut into ``(blocks, length)``; what is left over at the end is dropped."""
+    """Return the pages cut into ``(blocks, length)``, without the incomplete block at the end."""
     text = pages()
     return text[: len(text) // length * length].view(-1, length)
 
 
 def unigram_entropy() -> float:
-    """In nats: the loss of a model that knows how often each byte occurs, and nothing of its neighbours."""
+    """Return the loss in nats of a model that knows how often each byte occurs, and nothing about its neighbours."""
     share = torch.bincount(pages(), minlength=VOCABULARY).double() / len(pages())
     return float(torch.special.entr(share).sum())

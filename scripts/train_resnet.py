@@ -6,7 +6,7 @@ deepspeed scripts/train_resnet.py --deepspeed_config configs/resnet56/vr_momentu
 
 import sys
 
-from ds_vrgd.vision.main import main
+from ds_vrgd_recipes.vision.main import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -18,7 +18,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
     """Print the exactness table, where it was measured."""
-    from tests.zero.table import ExactnessTable
+    from tests.engines.deepspeed.table import ExactnessTable
 
     table = config.stash.get(ExactnessTable.key, None)
     if table is not None:

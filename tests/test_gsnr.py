@@ -63,6 +63,22 @@ def test_by_hand() -> None:
     torch.testing.assert_close(gsnr.clamped_ratio(normalized, 0.2), torch.tensor([1.0, 0.2]))
 
 
+@pytest.mark.parametrize("parts", [1, 3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_in_one_go_it_is_the_same_ratio(parts: int, dtype: torch.dtype) -> None:
+    mean, m2 = moments_of(random_chunks(5, 6, 3).to(dtype).flatten(1))
+    r = gsnr.raw_ratio(mean, m2, 5, EPS)
+    torch.testing.assert_close(gsnr.raw_ratio(mean * parts, m2, 5, EPS, parts), r)
+    sums = gsnr.ratio_sums(mean * parts, m2, 5, EPS, parts)
+    torch.testing.assert_close(torch.stack(sums), torch.stack([r.sum(), (mean * parts).square().sum(), m2.sum()]))
+    memory = torch.empty_like(mean), torch.empty_like(mean)
+    for layer_mean in (float(r.mean()), r.mean(), 0.0, float("inf")):
+        found = gsnr.ratio_of_layer(mean * parts, m2, 5, EPS, parts, layer_mean, memory)
+        if layer_mean:
+            torch.testing.assert_close(found, gsnr.normalized_ratio(r.clone(), layer_mean))
+        assert found.data_ptr() == memory[0].data_ptr()
+
+
 def test_zero_over_zero_is_zero() -> None:
     # no gradient anywhere; a zero mean with a variance; and a mean with a variance
     r = gsnr.raw_ratio(torch.tensor([0.0, 0.0, 2.0]), torch.tensor([0.0, 2.0, 2.0]), 2, EPS)
@@ -101,6 +117,25 @@ def test_unused_embedding_rows_get_gamma(dtype: torch.dtype) -> None:
     torch.testing.assert_close(r.double(), reference.gsnr_ratio(list(chunks), 0.1, EPS), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("size", [1e-15, 1e-18, 1.1e-19, 1e-20, 1e-25])
+def test_elements_too_small_to_be_squared_leave_their_layer_alone(size: float, dtype: torch.dtype) -> None:
+    chunks = random_chunks(6, 23, 7).to(dtype)
+    chunks[:, ::2] *= size
+    torch.testing.assert_close(raw(chunks).double(), reference.raw_ratio(list(chunks), EPS), rtol=1e-5, atol=1e-6)
+    expected = reference.gsnr_ratio(list(chunks), 0.1, EPS)
+    torch.testing.assert_close(ratio(chunks, 0.1).double(), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_a_layer_too_small_to_be_squared_has_no_gradient() -> None:
+    least, numel = gsnr.LEAST_SQUARE, torch.tensor([3.0, 3.0, 3.0], dtype=torch.float64)
+    square = torch.tensor([3.0 * least, 2.9 * least, 0.0], dtype=torch.float64)
+    mean, divisor = gsnr.layer_mean(torch.tensor([6.0, 6.0, 0.0], dtype=torch.float64), square, numel)
+    assert mean.tolist() == [2.0, 0.0, 0.0]
+    assert divisor.tolist() == [2.0, torch.inf, torch.inf]
+    assert gsnr.normalized_ratio(torch.full((3,), 2.0), divisor.float()).tolist() == [1.0, 0.0, 0.0]
+
+
 def test_squares_that_underflow_give_no_nan() -> None:
     # (1e-30)**2 is 0 in fp32: such an element counts as one without gradient
     r = gsnr.raw_ratio(torch.tensor([1e-30, 1e-22, 1.0]), torch.tensor([0.0, 1e-44, 1.0]), 2, EPS)
@@ -108,11 +143,11 @@ def test_squares_that_underflow_give_no_nan() -> None:
     assert r[2] == 2.0
 
 
-def test_noise_scale_by_hand() -> None:
+def test_noise_and_signal_by_hand() -> None:
     # 4 chunks of 2 samples: variance 3 is 3 * 4/3 = 4 unbiased; |G|^2 = 9 - 4/4 = 8; B = 2 * 4 / 8
-    assert gsnr.noise_scale(torch.tensor(9.0), torch.tensor(3.0), 4, 2.0).item() == 1.0
+    assert gsnr.noise_and_signal(torch.tensor(9.0), torch.tensor(3.0), 4, 2.0) == (8.0, 8.0)
     # a mean that is all noise: |G|^2 = 0
-    assert gsnr.noise_scale(torch.tensor(1.0), torch.tensor(3.0), 4, 2.0).item() == float("inf")
+    assert gsnr.noise_and_signal(torch.tensor(1.0), torch.tensor(3.0), 4, 2.0) == (8.0, 0.0)
 
 
 def test_noise_and_signal_are_unbiased() -> None:

@@ -1,1 +1,1 @@
-"""The command line."""
+"""The work of the subcommands of ``ds-vrgd``; ``ds_vrgd_cli`` has their options."""

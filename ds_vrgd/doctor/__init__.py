@@ -1,1 +1,1 @@
-"""``ds-vrgd doctor``: a user's configuration held against the dense float64 reference."""
+"""``ds-vrgd doctor``: a user's configuration, compared with the dense float64 reference."""

@@ -1,4 +1,4 @@
-"""Chunk gradients: of a plain copy of the model (no engine, no hook, no rank), and those that the engine computed."""
+"""Chunk gradients of a plain copy of the model (no engine, no hook, no rank), and those that the engine computed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 
 def loss_of(model: Any, batch: Any) -> Tensor:
-    """The loss that a model, or an engine around it, gives for a batch: a tensor, a tuple or a mapping of arguments.
+    """Return the loss of a model, or of an engine around it. The batch is a tensor, or a tuple or mapping of arguments.
 
     Raises:
         TypeError: the model returns neither a loss nor something with ``.loss``.
@@ -22,23 +22,20 @@ def loss_of(model: Any, batch: Any) -> Tensor:
         output = model(*batch) if isinstance(batch, (tuple, list)) else model(batch)
     loss = getattr(output, "loss", output)
     if not isinstance(loss, Tensor) or loss.numel() != 1:
-        raise TypeError(f"the model returns {type(output).__name__}: return the loss, or something that has .loss")
+        raise TypeError(f"the model returns {type(output).__name__}: return the loss, or an object with .loss")
     return loss
 
 
 def chunk_gradients(
     plain: nn.Module, micro_batches: Sequence[Any], scale: float, seed: int | None = None
 ) -> list[dict[str, Tensor]]:
-    """One plain backward pass a micro-batch, in the model's dtype; the loss is multiplied by ``scale`` before it.
+    """Return the gradients of one plain backward pass per micro-batch, by name, on the CPU in float64.
 
     Args:
-        plain: the copy, holding the engine's weights.
+        plain: the copy, with the engine's weights; it computes in their dtype.
         micro_batches: all of a step, over ranks and accumulation, on the copy's device.
-        scale: what the engine multiplies the loss by; divided out again in the result.
-        seed: of the first micro-batch's random numbers, one more for each further one; None to leave them alone.
-
-    Returns:
-        For each micro-batch the gradients by name, on the CPU in float64.
+        scale: the engine's factor of the loss; the result is divided by it again.
+        seed: of the first micro-batch's random numbers, one more for each further one; None to set none.
     """
     chunks = []
     for index, batch in enumerate(micro_batches):
@@ -51,12 +48,12 @@ def chunk_gradients(
 
 
 def norm_of(tensors: Sequence[Tensor]) -> float:
-    """2-norm of all of them together."""
+    """Return the 2-norm of all tensors together."""
     return float(torch.cat([tensor.flatten() for tensor in tensors]).norm())
 
 
 class SeenGradients:
-    """The engine's own chunk gradients on this rank, each as autograd hands it out: before any reduction.
+    """Collects the engine's own chunk gradients, each as autograd hands it out: before any reduction.
 
     Args:
         module: the engine's model.
@@ -74,12 +71,12 @@ class SeenGradients:
         self._open[name] = self._open[name] + seen if name in self._open else seen
 
     def end_chunk(self, scale: float) -> None:
-        """A backward pass is over, whose loss was multiplied by ``scale``."""
+        """End a backward pass, whose loss was multiplied by ``scale``."""
         self._chunks.append({name: grad / scale for name, grad in self._open.items()})
         self._open = {}
 
     def collect(self) -> list[dict[str, Tensor]]:
-        """All ranks' chunks by micro-batch on rank 0, nothing elsewhere; a collective. Begins anew."""
+        """Return all ranks' chunks by micro-batch on rank 0, nothing elsewhere, and clear them; a collective."""
         world, rank = torch.distributed.get_world_size(), torch.distributed.get_rank()
         mine, self._chunks = self._chunks, []
         everyone: list[Any] | None = [None] * world if rank == 0 else None
@@ -88,10 +85,7 @@ class SeenGradients:
 
 
 def difference(chunks: Sequence[Mapping[str, Tensor]], others: Sequence[Mapping[str, Tensor]]) -> float:
-    """Largest |g - h| / |h| of two gradients of the same chunk, over the whole model.
-
-    Infinite where one lacks a layer, or is not finite.
-    """
+    """Return the largest |g - h| / |h| of two gradients of a chunk; infinite if one lacks a layer or is not finite."""
     largest = 0.0
     for chunk, other in zip(chunks, others, strict=True):
         if set(chunk) != set(other):

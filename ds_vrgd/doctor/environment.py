@@ -1,4 +1,4 @@
-"""What is installed, and what may be in the way."""
+"""The installed versions, and locks of killed compiles."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import ds_vrgd
 
 
 def versions() -> dict[str, str]:
-    """Of everything that has a say in the numbers."""
+    """Return the version of everything that influences the numbers."""
     return {
         "ds_vrgd": ds_vrgd.__version__,
         "DeepSpeed": deepspeed.__version__,
@@ -37,16 +37,10 @@ def _device() -> str:
 
 
 def stale_locks() -> list[str]:
-    """Locks in torch's cache of compiled extensions: whoever needs such an extension waits for its lock to go.
-
-    A compile that was killed leaves its lock behind, and every later start hangs.
-    """
+    """Return a warning for each lock in torch's cache of extensions; one of a killed compile hangs every start."""
     root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root())
-    found = []
-    for lock in sorted([*root.glob("*/lock"), *root.glob("*/*/lock")]):
-        minutes = (time.time() - lock.stat().st_mtime) / 60
-        found.append(
-            f"{lock} is {minutes:.0f} minutes old: programs that need this extension wait until it is gone. If nothing "
-            "is being compiled now, it is left over from a compile that was killed: remove it"
-        )
-    return found
+    return [
+        f"{lock} is {(time.time() - lock.stat().st_mtime) / 60:.0f} minutes old: programs that need this extension "
+        "wait until it is gone. If nothing is being compiled now, a compile that was killed has left it: remove it"
+        for lock in sorted([*root.glob("*/lock"), *root.glob("*/*/lock")])
+    ]

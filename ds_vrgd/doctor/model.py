@@ -1,4 +1,4 @@
-"""The model that is trained: a tiny transformer, or what the user names."""
+"""The model that the doctor trains: a tiny transformer, or the user's."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ Batches = Callable[[int, int], Any]
 
 
 class TinyTransformer(nn.Module):
-    """One layer with what breaks sharded statistics.
+    """A transformer of one layer, with everything that breaks sharded statistics.
 
-    Odd sizes, so that shards cut through layers and need padding; rows of the embedding that no batch uses; a head
-    tied to it; biases, norms.
+    Its sizes are odd, so that shards cut through layers and need padding. No batch uses all rows of the embedding, to
+    which the head is tied. Only some micro-batches use its branch, whose two layers often have no gradient.
     """
 
     def __init__(self) -> None:
@@ -38,31 +38,40 @@ class TinyTransformer(nn.Module):
         self.between = nn.LayerNorm(WIDTH)
         self.up = nn.Linear(WIDTH, HIDDEN)
         self.down = nn.Linear(HIDDEN, WIDTH)
+        self.branch = nn.Linear(WIDTH, WIDTH)
         self.head = nn.Linear(WIDTH, VOCABULARY)
         for table in (self.tokens, self.places):
             nn.init.normal_(table.weight, std=0.3)
         self.head.weight = self.tokens.weight
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        """Mean next-token loss of ``(batch, LENGTH + 1)`` token numbers, times :data:`LOSS_FACTOR`."""
+    def forward(self, tokens: Tensor, with_branch: bool = True) -> Tensor:
+        """Return the mean next-token loss of ``(batch, LENGTH + 1)`` token numbers, times :data:`LOSS_FACTOR`."""
         x = self.tokens(tokens[:, :-1]) + self.places.weight
         heads = self.projections(self.before(x)).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
         query, key, value = heads.unbind()
         scores = torch.softmax(query @ key.transpose(-1, -2) / (WIDTH // HEADS) ** 0.5, dim=-1)
         x = x + self.mixed((scores @ value).transpose(1, 2).flatten(2))
         x = x + self.down(torch.tanh(self.up(self.between(x))))
+        if with_branch:
+            x = x + torch.tanh(self.branch(x))
         loss = nn.functional.cross_entropy(self.head(x).float().flatten(0, 1), tokens[:, 1:].flatten())
         return loss * LOSS_FACTOR
 
 
-def random_tokens(samples: int, step: int, index: int) -> Tensor:
-    """Micro-batch ``index`` of a step: ``(samples, LENGTH + 1)`` token numbers, the same on every rank."""
+def random_tokens(samples: int, step: int, index: int) -> tuple[Tensor, bool]:
+    """Return micro-batch ``index`` of a step: ``(samples, LENGTH + 1)`` token numbers, and whether the branch is used.
+
+    All ranks use the branch in the same micro-batches, as DeepSpeed's buckets require: in the first step always, in the
+    second after the first micro-batch, in the third never, and so on. That shows a gradient kept from an earlier step.
+    """
     generator = torch.Generator().manual_seed(100_003 * step + index)
-    return torch.randint(0, VOCABULARY - 20, (samples, LENGTH + 1), generator=generator)
+    tokens = torch.randint(0, VOCABULARY - 20, (samples, LENGTH + 1), generator=generator)
+    ranks = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
+    return tokens, step % 3 == 0 or (step % 3 == 1 and index >= ranks)
 
 
 def load_model(named: str | None, samples: int) -> tuple[nn.Module, Batches]:
-    """The model, with the same weights on every rank, and its batches.
+    """Return the model, with the same weights on every rank, and its batches.
 
     Args:
         named: ``module:function``, or None for the tiny transformer.
@@ -91,7 +100,7 @@ def load_model(named: str | None, samples: int) -> tuple[nn.Module, Batches]:
 
 
 def on_device(batch: Any, device: torch.device) -> Any:
-    """A batch with its tensors on ``device``."""
+    """Return a batch with its tensors on ``device``."""
     if isinstance(batch, Mapping):
         return {name: on_device(value, device) for name, value in batch.items()}
     if isinstance(batch, (tuple, list)):

@@ -1,23 +1,36 @@
-"""From a user's JSON to one that runs here: batch sizes for the ranks that there are, "auto" values, no monitors."""
+"""Turn a user's JSON into one that runs here: batch sizes for the ranks that there are, "auto" values, no monitors."""
 
 from __future__ import annotations
 
 import copy
+import inspect
+import json
 from dataclasses import dataclass, field
 from typing import Any
 
-from ds_vrgd.zero.register import NAMES
+import torch
+from deepspeed.runtime import lr_schedules
 
-# More micro-batches a step prove nothing more, and a run for a thousand GPUs may ask for thousands of them on two.
+from ds_vrgd.doctor.report import Row
+from ds_vrgd.engines.deepspeed.known_keys import ALIKE, MODELS, faulty_values, rejected, unknown_keys
+from ds_vrgd.engines.deepspeed.register import NAMES
+from ds_vrgd.optim.options import nearest
+
+# More micro-batches per step prove nothing more; a run for a thousand GPUs may ask for thousands of them on two.
 MOST_MICRO_BATCHES = 64
-# Where the JSON leaves them to the program: two, so that moments are merged over micro-batches, too.
-MICRO_BATCHES = 2
-SAMPLES = 4
+# The sizes that the JSON leaves to the program. Two micro-batches, so that moments are merged over them, too.
+MICRO_BATCHES, SAMPLES = 2, 4
 
 # They write files or talk to servers, and change no number.
 MONITORS = ("tensorboard", "csv_monitor", "wandb", "comet", "flops_profiler")
 
-#: Of ours, the nearest to an optimizer of DeepSpeed's or torch's.
+#: Sections that must be objects where they are given.
+SECTIONS = (
+    *MODELS, *MONITORS, "optimizer", "scheduler", "torch_autocast", "data_types", "checkpoint",
+    "activation_checkpointing", "data_efficiency", "aio",
+)  # fmt: skip
+
+#: The nearest of our optimizers to one of DeepSpeed's or torch's.
 NEAREST = {
     "adam": "VRAdam", "adamw": "VRAdamW", "onebitadam": "VRAdam", "zerooneadam": "VRAdam", "sgd": "VRMomentum",
     "lamb": "VRLAMB", "onebitlamb": "VRLAMB", "lars": "VRLARS",
@@ -26,35 +39,38 @@ NEAREST = {
 
 @dataclass
 class Settings:
-    """What the doctor gives DeepSpeed.
+    """The configuration that the doctor gives DeepSpeed.
 
     Attributes:
         config: DeepSpeed's configuration, complete.
         changes: each value that is not the JSON's own, and why.
+        warnings: keys that DeepSpeed ignores.
     """
 
     config: dict[str, Any]
     changes: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
 
     @property
     def optimizer(self) -> str:
-        """The optimizer's class name."""
+        """Return the name of the optimizer's class."""
         return NAMES[self.config["optimizer"]["type"]].__name__
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """The optimizer's, as the JSON gives them."""
+        """Return the optimizer's arguments, as the JSON gives them."""
         given: dict[str, Any] = self.config["optimizer"]["params"]
         return given
 
-    @property
-    def reduces_variance(self) -> bool:
-        """Whether GSNR is on."""
-        return NAMES[self.config["optimizer"]["type"]].reduces_variance and self.arguments.get("gamma", 0.1) != 1.0
+    def rows(self) -> list[Row]:
+        """Return the table's rows of the optimizer, of what was changed and of what is ignored."""
+        given = ", ".join([self.optimizer, *(f"{name}={value}" for name, value in self.arguments.items())])
+        changed = [("changed here", change) for change in self.changes]
+        return [("optimizer", given), *changed, *(("warning", text) for text in self.warnings)]
 
 
 def prepare(config: dict[str, Any], world: int, device: str) -> Settings:
-    """Settings for ``world`` ranks.
+    """Return the settings for ``world`` ranks.
 
     Args:
         config: the JSON, not changed.
@@ -62,24 +78,32 @@ def prepare(config: dict[str, Any], world: int, device: str) -> Settings:
         device: DeepSpeed's name of the accelerator, "cpu" without one.
 
     Raises:
-        ValueError: the optimizer is none of ours, a step would see a single chunk, or the model would be cut.
+        ValueError: DeepSpeed would refuse the JSON or ignore a misspelt key, the optimizer is not one of ours, a step
+            would see a single chunk, or the model would be cut.
     """
-    check_optimizer(config)
-    _refuse_tensor_parallel(config)
-    settings = Settings(copy.deepcopy(config))
+    _check_sections(config)
+    _check_optimizer(config)
+    size = (config.get("tensor_parallel") or {}).get("autotp_size", 0)
+    if isinstance(size, int) and size > 1:
+        raise ValueError(
+            f"tensor_parallel.autotp_size={size}: the doctor compares every rank with a whole model, and cannot check "
+            "tensor parallelism. Give it the JSON without that section; the rest of it is checked all the same"
+        )
+    settings = Settings(copy.deepcopy(config), warnings=_check_keys(config))
     config, changes = settings.config, settings.changes
     config["optimizer"].setdefault("params", {})
     for name in MONITORS:
         if config.pop(name, None):
             changes.append(f"{name}: left out here")
-    if "auto" in _leaves(config.get("scheduler")):
+    if '"auto"' in json.dumps(config.get("scheduler")):
         del config["scheduler"]
         changes.append('scheduler: has "auto" values, left out here; the learning rate is constant')
     _set_batch_sizes(config, world, changes)
     _resolve(config, {"bf16.enabled": device != "cpu", "fp16.enabled": False, "gradient_clipping": 1.0}, changes)
     config["steps_per_print"] = 10**9
     micro_batches = config["gradient_accumulation_steps"]
-    if settings.reduces_variance and world * micro_batches < 2:
+    reduces_variance = NAMES[config["optimizer"]["type"]].reduces_variance and settings.arguments.get("gamma") != 1.0
+    if reduces_variance and world * micro_batches < 2:
         raise ValueError(
             f"gradient_accumulation_steps={micro_batches} on {world} rank is k = 1 chunk, which has no variance. Give "
             "the doctor --world 2, or raise gradient_accumulation_steps, or set gamma=1.0 in optimizer.params"
@@ -87,54 +111,102 @@ def prepare(config: dict[str, Any], world: int, device: str) -> Settings:
     return settings
 
 
-def check_optimizer(config: dict[str, Any]) -> None:
-    """Whether there is anything to check.
+def _check_sections(config: dict[str, Any]) -> None:
+    """Raise ValueError unless every section is an object."""
+    sections = {name: config.get(name, {}) for name in SECTIONS}
+    for name in ("optimizer", "scheduler"):
+        sections[f"{name}.params"] = sections[name].get("params", {}) if isinstance(sections[name], dict) else {}
+    for name, value in sections.items():
+        if not isinstance(value, dict) and not (name == "zero_optimization" and isinstance(value, bool)):
+            raise ValueError(f"{name}={value!r}: DeepSpeed needs an object, {{...}}. Write one, or leave it out")
+
+
+def _check_keys(config: dict[str, Any]) -> list[str]:
+    """Return a warning for each key that DeepSpeed ignores.
 
     Raises:
-        ValueError: no optimizer, or none of ours; says how to switch.
+        ValueError: a key is a misspelt one of DeepSpeed's, or DeepSpeed would refuse a value.
     """
-    section = config.get("optimizer")
-    name = section.get("type") if isinstance(section, dict) else None
-    if name in NAMES:
+    config = copy.deepcopy(config)
+    _resolve(config, {}, [])  # "auto" becomes a default
+    unknown = unknown_keys(config)
+    faults = [str(key) for key in unknown if key.nearest is not None]
+    faults += faulty_values(config)
+    if all(config.get(name, {}).get("enabled") is True for name in ("fp16", "bf16")):
+        faults.append("fp16.enabled=true and bf16.enabled=true: set one of them to false")
+    faults += _faults_of_schedule(config.get("scheduler", {}))
+    if not faults and (reason := rejected(config)) is not None:
+        faults = [f"DeepSpeed cannot read the configuration: {reason}"]
+    if faults:
+        listed = "".join(f"\n  - {fault}" for fault in faults)
+        raise ValueError(faults[0] if len(faults) == 1 else f"the configuration has {len(faults)} faults:{listed}")
+    return [str(key) for key in unknown]
+
+
+def _faults_of_schedule(section: dict[str, Any]) -> list[str]:
+    name = section.get("type")
+    if name is None:
+        return []
+    kind = getattr(lr_schedules, str(name), None) or getattr(torch.optim.lr_scheduler, str(name), None)
+    if kind is None:
+        known = lr_schedules.VALID_LR_SCHEDULES
+        near = nearest(str(name), [*known, *(n for n in dir(torch.optim.lr_scheduler) if n.endswith("LR"))], ALIKE)
+        way_out = f'did you mean "{near}"?' if near else f"give one of {', '.join(known)}"
+        return [f'scheduler.type="{name}" is a schedule neither of DeepSpeed nor of torch; {way_out}']
+    arguments = set(inspect.signature(kind).parameters) - {"optimizer"}
+    faults = []
+    for key in section.get("params", {}).keys() - arguments:
+        near = nearest(key, arguments, ALIKE)
+        guess = f'; did you mean "{near}"?' if near else f"; it has {', '.join(sorted(arguments))}"
+        faults.append(f"scheduler.params.{key}: {name} has no such argument{guess}")
+    return sorted(faults)
+
+
+def _check_optimizer(config: dict[str, Any]) -> None:
+    """Raise ValueError unless the optimizer is one of ours; the message says how to switch."""
+    name = config.get("optimizer", {}).get("type")
+    if isinstance(name, str) and name in NAMES:
         return
     if name is None:
         raise ValueError(
-            'the JSON names no optimizer, so there is nothing to check; add "optimizer": {"type": "VRLAMB", "params": '
+            'the JSON names no optimizer, so there is nothing to check: add "optimizer": {"type": "VRLAMB", "params": '
             '{"lr": 4e-3}}, with the arguments that your program gives'
         )
-    same = [ours for ours in NAMES if ours.lower() == str(name).lower()]
-    nearest = same[0] if same else NEAREST.get(str(name).lower())
-    way_out = f'set it to "{nearest}"' if nearest else "set it to the nearest of ours"
+    near = (NEAREST | {ours.lower(): ours for ours in NAMES}).get(str(name).lower())
+    way_out = f'set it to "{near}"' if near else "set it to the nearest of ours"
     raise ValueError(
         f'optimizer.type="{name}" is not an optimizer of ds_vrgd, so there is nothing to check; {way_out} '
         f"({', '.join(name for name in NAMES if '-' not in name)}), and import ds_vrgd in your program"
     )
 
 
-def _refuse_tensor_parallel(config: dict[str, Any]) -> None:
-    size = (config.get("tensor_parallel") or {}).get("autotp_size", 0)
-    if isinstance(size, int) and size > 1:
-        raise ValueError(
-            f"tensor_parallel.autotp_size={size}: the doctor holds every rank against a whole model, and cannot check "
-            "tensor parallelism. Give it the JSON without that section; the rest of it is checked all the same"
-        )
-
-
 def _set_batch_sizes(config: dict[str, Any], world: int, changes: list[str]) -> None:
-    """Keep the JSON's micro-batch and accumulation where they are numbers; the global batch follows."""
+    """Keep the JSON's micro-batch and accumulation where they are numbers; the global batch follows from them.
+
+    Raises:
+        ValueError: a size is not a whole number, or no number of ranks can train with the batch.
+    """
     keys = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
     given = {key: config.get(key) for key in keys}
+    for key, value in given.items():
+        if value not in (None, "auto") and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+            raise ValueError(f'{key}={value!r}: give a whole number from 1 on, or "auto"')
     batch, samples, micro_batches = (value if isinstance(value, int) else None for value in given.values())
-    if micro_batches is None:
-        of_one = world * (samples or SAMPLES)
-        micro_batches = batch // of_one if batch is not None and batch % of_one == 0 else MICRO_BATCHES
-    micro_batches = min(micro_batches, MOST_MICRO_BATCHES)
-    if samples is None:
-        of_one = world * micro_batches
-        samples = batch // of_one if batch is not None and batch % of_one == 0 else SAMPLES
+    if batch is not None and batch % ((samples or 1) * (micro_batches or 1)):
+        factors = " x ".join(f"{key}={given[key]}" for key in keys[1:] if isinstance(given[key], int))
+        raise ValueError(
+            f"train_batch_size={batch} is no multiple of {factors}, so no number of ranks can train with it: it must "
+            "be micro-batch x accumulation x ranks. Change one of them, or leave train_batch_size out"
+        )
+
+    def rest(of_one: int, otherwise: int) -> int:
+        return batch // of_one if batch is not None and batch % of_one == 0 else otherwise
+
+    micro_batches = min(micro_batches or rest(world * (samples or SAMPLES), MICRO_BATCHES), MOST_MICRO_BATCHES)
+    samples = samples or rest(world * micro_batches, SAMPLES)
     for key, value in zip(keys, (world * samples * micro_batches, samples, micro_batches), strict=True):
         if given[key] != value:
-            changes.append(f"{key}: {_shown(given[key])} -> {value}, for {world} ranks")
+            changes.append(f"{key}: {given[key] or 'not given'} -> {value}, for {world} ranks")
         config[key] = value
 
 
@@ -144,19 +216,7 @@ def _resolve(section: dict[str, Any], values: dict[str, Any], changes: list[str]
         here = f"{path}{key}"
         if isinstance(value, dict):
             _resolve(value, values, changes, f"{here}.")
-        elif value == "auto" and here in values:
-            section[key] = values[here]
-            changes.append(f"{here}: auto -> {_shown(values[here])}")
         elif value == "auto":
             del section[key]
-            changes.append(f"{here}: auto -> the default")
-
-
-def _shown(value: Any) -> str:
-    return "not given" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
-
-
-def _leaves(value: Any) -> list[Any]:
-    if isinstance(value, dict):
-        return [leaf for part in value.values() for leaf in _leaves(part)]
-    return [value]
+            section |= {key: values[here]} if here in values else {}
+            changes.append(f"{here}: auto -> {json.dumps(values[here]) if here in values else 'the default'}")

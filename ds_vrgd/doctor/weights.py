@@ -1,4 +1,4 @@
-"""What an engine holds, put together from all ranks."""
+"""The weights and gradients that an engine holds, gathered from all ranks into whole layers."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ import deepspeed
 import torch
 from torch import Tensor
 
+from ds_vrgd.engines.deepspeed.observer import EngineObserver, observer_of
 from ds_vrgd.optim import VROptimizer
-from ds_vrgd.zero.observer import EngineObserver, observer_of
 
 Engine = Any
 
 
 @contextmanager
 def whole_weights(engine: Engine) -> Iterator[dict[str, Tensor]]:
-    """The model's weights in its own dtype, whole, on every rank; a collective."""
+    """Yield the model's weights in its own dtype, whole, on every rank; a collective."""
     params = dict(engine.module.named_parameters())
     if engine.zero_optimization_stage() == 3:
         with deepspeed.zero.GatheredParameters(list(params.values())):
@@ -28,14 +28,14 @@ def whole_weights(engine: Engine) -> Iterator[dict[str, Tensor]]:
 
 
 def master_weights(engine: Engine) -> dict[str, Tensor]:
-    """The fp32 weights that the optimizer updates, flat, on the CPU, by layer; a collective."""
+    """Return the fp32 weights that the optimizer updates, flat, on the CPU, by layer; a collective."""
     return whole_layers(engine.basic_optimizer, {tensor: tensor.detach() for tensor in observer_of(engine).tensors})
 
 
 def whole_layers(optimizer: VROptimizer, shards: Mapping[Tensor, Tensor]) -> dict[str, Tensor]:
-    """Layers from shard-shaped tensors, by the optimizer tensor that they belong to; a collective.
+    """Return the layers in shard-shaped tensors, given by optimizer tensor; a collective.
 
-    Ranks hold a layer's pieces in ascending order, so their pieces one behind the other are the layer; under tensor
+    Ranks hold a layer's pieces in ascending order, so that the pieces in order of ranks are the layer; under tensor
     parallelism, this rank's part of it.
     """
     mine: dict[str, Tensor] = {}
@@ -54,20 +54,18 @@ def whole_layers(optimizer: VROptimizer, shards: Mapping[Tensor, Tensor]) -> dic
 
 
 class HandedMean:
-    """What DeepSpeed hands to ``step()``, put together over its calls and over the ranks, flat."""
+    """Collects the gradients that DeepSpeed hands to ``step()``, over its calls and over the ranks, flat."""
 
     def __init__(self, optimizer: VROptimizer) -> None:
         self._pieces: dict[Tensor, Tensor] = {}
         self._optimizer = optimizer
-        self._hook = optimizer.register_step_pre_hook(self._note)
+        optimizer.register_step_pre_hook(self._keep)
 
-    def _note(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        for group in optimizer.param_groups:
-            for tensor in group["params"]:
-                if tensor.grad is not None:
-                    self._pieces[tensor] = tensor.grad.detach().flatten().clone()
+    def _keep(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        tensors = [tensor for group in optimizer.param_groups for tensor in group["params"]]
+        self._pieces |= {tensor: tensor.grad.flatten().clone() for tensor in tensors if tensor.grad is not None}
 
     def collect(self) -> dict[str, Tensor]:
-        """By layer; a collective. Begins anew."""
+        """Return the gradients by layer, and clear them; a collective."""
         pieces, self._pieces = self._pieces, {}
         return whole_layers(self._optimizer, pieces)

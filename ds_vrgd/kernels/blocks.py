@@ -9,28 +9,27 @@ import torch
 
 #: Elements of a block; blocks lie at multiples of it, so that whole ones are read 16 bytes at a time.
 BLOCK = 2048
-#: What a row of :attr:`BlockTable.rows` holds.
+#: Numbers in a row of :attr:`BlockTable.rows`.
 COLUMNS = 5
 
 
 class BlockTable:
-    """The blocks of several shards side by side.
+    """The blocks of several shards.
 
     A block covers ``shard[start : start + BLOCK]`` with ``start`` a multiple of BLOCK, and only those of its elements
-    that belong to one segment; two segments that meet in it have a block each. Padding is in no block.
+    that belong to one segment; two segments that share a block's elements have a block each. Padding is in no block.
 
     Args:
-        shards: for each shard its segments ``(start, numel, layer, first)``: the run's place in the shard, its layer,
-            counted over all shards, and which of the flattened layer's elements comes first. At most one a layer.
+        shards: for each shard its segments ``(start, numel, layer, first)``: the run's offset in the shard, its layer,
+            counted over all shards, and the index of its first element in the flattened layer. At most one per layer.
         layers: number of layers of all shards.
         device: where the shards are.
 
     Attributes:
-        segments: as given, by shard.
         rows: for each shard ``(blocks, COLUMNS)`` int64: start, first and last (exclusive) element inside the block,
-            layer, and which of the flattened layer's elements the block's element 0 would be (may be negative).
+            layer, and the index in the flattened layer that the block's element 0 would have (may be negative).
         firsts: for each shard the number of its first block.
-        blocks: of all shards together.
+        blocks: number of blocks of all shards.
         layers: number of layers.
         spans: ``(layers, 2)`` int32, first block and number of blocks of every layer.
     """
@@ -38,32 +37,22 @@ class BlockTable:
     def __init__(
         self, shards: Sequence[Sequence[tuple[int, int, int, int]]], layers: int, device: torch.device
     ) -> None:
-        self.segments = [list(segments) for segments in shards]
-        flat = torch.tensor([s for segments in shards for s in segments], dtype=torch.long).view(-1, 4)
+        flat = torch.tensor([segment for segments in shards for segment in segments], dtype=torch.long).view(-1, 4)
         start, numel, layer, first = flat.unbind(1)
         begin, end = start // BLOCK, (start + numel + BLOCK - 1) // BLOCK
         counts = end - begin
         firsts = counts.cumsum(0) - counts
         segment = torch.arange(len(flat)).repeat_interleave(counts)
         base = (begin[segment] + torch.arange(len(segment)) - firsts[segment]) * BLOCK
-        rows = torch.stack(
-            [
-                base,
-                (start[segment] - base).clamp_(min=0),
-                (start[segment] + numel[segment] - base).clamp_(max=BLOCK),
-                layer[segment],
-                base - start[segment] + first[segment],
-            ],
-            dim=1,
-        ).to(device)
+        offset = base - start[segment]
+        low, high = (-offset).clamp_(min=0), (numel[segment] - offset).clamp_(max=BLOCK)
+        rows = torch.stack([base, low, high, layer[segment], offset + first[segment]], dim=1).to(device)
         spans = torch.zeros(layers, 2, dtype=torch.int32)
         spans[layer] = torch.stack([firsts, counts], dim=1).to(torch.int32)
         bounds = [0, *counts.cumsum(0).tolist()]
-        ends = [0]
-        for segments in shards:
-            ends.append(ends[-1] + len(segments))
-        self.firsts = [bounds[e] for e in ends[:-1]]
+        ends = [bounds[end] for end in itertools.accumulate(map(len, shards), initial=0)]
+        self.firsts = ends[:-1]
         self.blocks = len(rows)
-        self.rows = list(rows.split([bounds[b] - bounds[a] for a, b in itertools.pairwise(ends)]))
+        self.rows = list(rows.split([b - a for a, b in itertools.pairwise(ends)]))
         self.layers = layers
         self.spans = spans.to(device)

@@ -1,20 +1,24 @@
 """Chunk gradients to mean and centred sum of squares, on the elements that this rank updates."""
 
+from ds_vrgd.moments.buckets import Route
 from ds_vrgd.moments.chan import Moments
-from ds_vrgd.moments.copies import CopiedMoments, WithCopies
-from ds_vrgd.moments.layout import SUM_DTYPE, Layer, LayerTable, Ranks, Segment, ShardLayout
-from ds_vrgd.moments.nodes import NodeGroups
+from ds_vrgd.moments.compose import CombinedMoments, CopiedMoments
+from ds_vrgd.moments.exchange import Exchange, WindowMoments
+from ds_vrgd.moments.groups import NodeGroups, SequenceGroups
+from ds_vrgd.moments.hooks import Discards, GradientHook, value_of, zeros_among
+from ds_vrgd.moments.layout import SUM_DTYPE, Layer, LayerTable, Ranks, Segment, ShardLayout, is_dtensor, local
 from ds_vrgd.moments.norms import ChunkNorms
 from ds_vrgd.moments.replicated import ReplicatedMoments
-from ds_vrgd.moments.route import Route
-from ds_vrgd.moments.separate import SeparateMoments
-from ds_vrgd.moments.sequences import SequenceGroups
 from ds_vrgd.moments.sharded import ShardedMoments
 
 __all__ = [
     "SUM_DTYPE",
     "ChunkNorms",
+    "CombinedMoments",
     "CopiedMoments",
+    "Discards",
+    "Exchange",
+    "GradientHook",
     "Layer",
     "LayerTable",
     "Moments",
@@ -23,9 +27,12 @@ __all__ = [
     "ReplicatedMoments",
     "Route",
     "Segment",
-    "SeparateMoments",
     "SequenceGroups",
     "ShardLayout",
     "ShardedMoments",
-    "WithCopies",
+    "WindowMoments",
+    "is_dtensor",
+    "local",
+    "value_of",
+    "zeros_among",
 ]

@@ -1,16 +1,16 @@
-"""Buckets: gradients that travel together, and their places in the buffers."""
+"""The owners of the elements, and the buckets in which gradients travel to them."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ds_vrgd.moments.route import Plan, Route
+from ds_vrgd.moments.groups import NodeGroups
 
 # NCCL copies what begins at an odd address up to twice as slowly: regions are padded to 128 bytes in half precision.
 ALIGNMENT = 64
@@ -18,26 +18,51 @@ ALIGNMENT = 64
 # Among more peers, a parameter's equal slots are copied as one strided block rather than one by one.
 FEW_PEERS = 16
 
-
-@dataclass(frozen=True)
-class _Block:
-    """``rows x columns`` consecutive elements of a gradient and their place in the send buffer."""
-
-    rows: int
-    columns: int
-    target: int
-    row_stride: int
-
-    def view(self, data: Tensor) -> Tensor:
-        """The place in ``data``: ``(columns,)`` for a single row, else ``(rows, columns)``."""
-        if self.rows == 1:
-            return data[self.target : self.target + self.columns]
-        return data.as_strided((self.rows, self.columns), (self.row_stride, 1), data.storage_offset() + self.target)
+_Block = tuple[tuple[int, ...], tuple[int, ...], int]  # size, strides and offset in a send buffer
 
 
 @dataclass(frozen=True)
-class Piece:
-    """Neighbours in this rank's region of a bucket that are neighbours in a shard, too."""
+class Route:
+    """The owners of one parameter's elements.
+
+    Attributes:
+        param: the parameter whose gradient is observed.
+        name: its name, for messages.
+        numel: its elements, on all ranks together.
+        runs: ``(rank, elements)`` of consecutive runs of the flattened parameter, by ascending rank.
+        shard: this rank's optimizer tensor that holds its run.
+        shard_start: where its run begins in ``shard``; meaningless if it has none. With ``slot``, where its slot
+            begins, also if the slot is empty.
+        slot: elements that the exchange and the shard reserve for the run on *every* rank (ZeRO-3 cuts each parameter
+            into equal slots); None where they reserve exactly the runs.
+        place: index among all routes in the order of the shards and of their elements, the same on all ranks.
+            Neighbours in a shard that travel together are merged in one piece; it changes no value.
+        dtype: in which the gradient travels; None for the parameter's own.
+    """
+
+    param: Tensor
+    name: str
+    numel: int
+    runs: tuple[tuple[int, int], ...]
+    shard: Tensor
+    shard_start: int
+    slot: int | None = None
+    place: int = 0
+    dtype: torch.dtype | None = None
+
+    @property
+    def wire(self) -> torch.dtype:
+        """Return the dtype in which the gradient travels."""
+        return self.dtype or self.param.dtype
+
+    def reserved(self, ranks: int) -> list[int]:
+        """Return the elements that the exchange reserves for each rank."""
+        runs = dict(self.runs)
+        return [runs.get(rank, 0) if self.slot is None else self.slot for rank in range(ranks)]
+
+
+class Piece(NamedTuple):
+    """Neighbours in this rank's region of a bucket, from ``start`` on, that are neighbours in a shard, too."""
 
     start: int
     numel: int
@@ -48,107 +73,108 @@ class Piece:
 class Bucket:
     """Parameters whose gradients travel together.
 
-    In a send buffer, the ranks' regions stand in the order of the plan, so that what a peer is sent is in one piece.
-    In a region, parameters stand in the order of their places in the shards, and padding stands at its end.
+    In a send buffer, the ranks' regions are in the order of columns, so that each peer receives one contiguous piece.
+    In a region, parameters are in the order of their elements in the shards, and padding comes last.
 
     Attributes:
         routes: in the order in which the gradients are expected.
         regions: elements that each data-parallel rank owns, and padding.
-        splits: elements that each peer is sent.
-        pieces: this rank's region, cut where its places in the shards are no neighbours.
+        splits: elements that each peer receives.
+        own: those that this rank receives from each peer.
+        pieces: this rank's region, cut where its elements are no neighbours in the shards.
+        blocks, sizes: by parameter, the parts of its gradient in a send buffer, and the elements of each.
+        tails: ``(start, elements)`` of what slots and regions reserve in a send buffer and no gradient fills.
+        received: by parameter, ``(start, elements)`` of its slots in each row that this rank receives.
     """
 
-    def __init__(self, routes: Sequence[Route], plan: Plan) -> None:
+    def __init__(self, routes: Sequence[Route], groups: NodeGroups) -> None:
         self.routes = tuple(routes)
-        self.dtype, self.device = routes[0].param.dtype, routes[0].param.device
-        reserved = {route.param: route.reserved(plan.ranks) for route in routes}
-        owned = [sum(column) for column in zip(*reserved.values(), strict=True)]
+        self.dtype, self.device = routes[0].wire, routes[0].param.device
+        slots = {route.param: route.reserved(groups.ranks) for route in routes}
+        owned = [sum(column) for column in zip(*slots.values(), strict=True)]
         self.regions = [-(-numel // ALIGNMENT) * ALIGNMENT for numel in owned]
-        in_order = [self.regions[rank] for rank in plan.order]
-        bases = dict(zip(plan.order, itertools.accumulate(in_order, initial=0), strict=False))
+        order = groups.order
+        in_order = [self.regions[rank] for rank in order]
+        bases = dict(zip(order, itertools.accumulate(in_order, initial=0), strict=False))
         self.numel = sum(in_order)
-        self.splits = [sum(in_order[i : i + plan.share]) for i in range(0, plan.ranks, plan.share)]
-        self.own = self.splits[plan.me]
-        self._blocks: dict[Tensor, tuple[_Block, ...]] = {}
-        paddings = [(bases[rank] + own, self.regions[rank] - own) for rank, own in enumerate(owned)]
-        self._tails = [(start, numel) for start, numel in paddings if numel]
+        self.splits = [sum(in_order[i : i + groups.nodes]) for i in range(0, groups.ranks, groups.nodes)]
+        self.own = self.splits[groups.index]
         self.pieces: list[Piece] = []
-        within = [0] * plan.ranks
+        self.blocks: dict[Tensor, list[_Block]] = {}
+        self.sizes: dict[Tensor, list[int]] = {}
+        self.tails = [(bases[rank] + own, self.regions[rank] - own) for rank, own in enumerate(owned)]
+        self.received: dict[Tensor, list[tuple[int, int]]] = {}
+        mine = order[groups.index * groups.nodes : (groups.index + 1) * groups.nodes]
+        within = [0] * groups.ranks
         for route in sorted(routes, key=lambda route: route.place):
             starts = [bases[rank] + offset for rank, offset in enumerate(within)]
-            self._blocks[route.param] = tuple(self._cut(route, starts, plan))
-            self._add_piece(route, within[plan.rank], reserved[route.param][plan.rank])
-            runs = dict(route.runs)
-            for rank, width in enumerate(reserved[route.param]):
+            widths, runs = slots[route.param], dict(route.runs)
+            self.blocks[route.param] = list(self._cut(route, starts, groups))
+            self.sizes[route.param] = [torch.Size(size).numel() for size, _, _ in self.blocks[route.param]]
+            self.received[route.param] = [(starts[rank] - bases[mine[0]], widths[rank]) for rank in mine]
+            if (numel := widths[groups.rank]) > 0:
+                last = self.pieces[-1] if self.pieces else None
+                if last and last.shard is route.shard and last.shard_start + last.numel == route.shard_start:
+                    self.pieces[-1] = last._replace(numel=last.numel + numel)
+                else:
+                    self.pieces.append(Piece(within[groups.rank], numel, route.shard, route.shard_start))
+            for rank, width in enumerate(widths):
                 held = runs.get(rank, 0)
-                if held < width:
-                    self._tails.append((starts[rank] + held, width - held))
+                self.tails.append((starts[rank] + held, width - held))
                 within[rank] += width
+        self.tails = [(start, numel) for start, numel in self.tails if numel]
 
-    def _cut(self, route: Route, starts: Sequence[int], plan: Plan) -> Iterable[_Block]:
-        """Cut a gradient into as few copies as there are: one a rank, or one for the equal slots of many peers."""
-        full, rest = 0, route.runs
-        if route.slot and plan.peers > FEW_PEERS and len(set(self.regions)) == 1:
+    def _cut(self, route: Route, starts: Sequence[int], groups: NodeGroups) -> Iterator[_Block]:
+        """Cut a gradient into as few copies as there are: one per rank, or one for the equal slots of many peers."""
+        full = 0
+        if route.slot and groups.per_node > FEW_PEERS and len(set(self.regions)) == 1:
             full = route.numel // route.slot
-            rest = route.runs[full:]
-        for first in range(0, full, plan.peers):
-            rows = min(plan.peers, full - first)
-            yield _Block(rows, route.slot or 0, starts[first], plan.share * self.regions[0])
-        for rank, numel in rest:
+            for first in range(0, full, groups.per_node):
+                rows = min(groups.per_node, full - first)
+                strides = (groups.nodes * self.regions[0], 1)
+                yield ((rows, route.slot), strides, starts[first]) if rows > 1 else ((route.slot,), (1,), starts[first])
+        for rank, numel in route.runs[full:]:
             if numel:
-                yield _Block(1, numel, starts[rank], numel)
-
-    def _add_piece(self, route: Route, start: int, numel: int) -> None:
-        if numel == 0:
-            return
-        last = self.pieces[-1] if self.pieces else None
-        if last and last.shard is route.shard and last.shard_start + last.numel == route.shard_start:
-            self.pieces[-1] = Piece(last.start, last.numel + numel, last.shard, last.shard_start)
-        else:
-            self.pieces.append(Piece(start, numel, route.shard, route.shard_start))
-
-    def views(self, data: Tensor) -> Views:
-        """The bucket's places in a buffer."""
-        places = {
-            param: _Places([block.view(data) for block in blocks], [block.rows * block.columns for block in blocks])
-            for param, blocks in self._blocks.items()
-        }
-        return Views(places, [data[start : start + numel] for start, numel in self._tails])
+                yield (numel,), (1,), starts[rank]
 
 
-@dataclass(frozen=True)
-class _Places:
-    """Of one gradient: views of a buffer, and how many elements go to each."""
+class Buffer:
+    """Memory that buckets take turns in: one-dimensional ``data``, written again after the event ``free``."""
 
-    views: list[Tensor]
-    sizes: list[int]
+    def __init__(self, data: Tensor) -> None:
+        self.data = data
+        self.free: Any = None
+        self._prepared: dict[Bucket, tuple[dict[Tensor, list[Tensor]], list[Tensor]]] = {}
+        self._last: Bucket | None = None  # the bucket that used it last, whose tails are zero
 
+    def _views(self, bucket: Bucket) -> tuple[dict[Tensor, list[Tensor]], list[Tensor]]:
+        """Return where the gradients of ``bucket`` go, and its tails; made once."""
+        if bucket not in self._prepared:
+            data, begin = self.data, self.data.storage_offset()
+            views = {
+                param: [data.as_strided(size, strides, begin + start) for size, strides, start in blocks]
+                for param, blocks in bucket.blocks.items()
+            }
+            self._prepared[bucket] = views, [data[start : start + numel] for start, numel in bucket.tails]
+        return self._prepared[bucket]
 
-@dataclass(frozen=True)
-class Views:
-    """Of a buffer, as a bucket uses it.
+    def parts(self, bucket: Bucket, param: Tensor) -> list[Tensor]:
+        """Return the parts of one gradient of ``bucket``, as views."""
+        return self._views(bucket)[0][param]
 
-    Attributes:
-        places: of each parameter's gradient.
-        tails: what slots and regions reserve and nothing fills.
-    """
-
-    places: dict[Tensor, _Places]
-    tails: list[Tensor]
-
-    def copy(self, grads: Mapping[Tensor, Tensor], accumulate: bool = False) -> None:
-        """Write gradients (or add them) to their places, together; of any shape and strides."""
+    def copy(self, bucket: Bucket, grads: Mapping[Tensor, Tensor], accumulate: bool = False) -> None:
+        """Write gradients of ``bucket``, of any shape and strides, together; or add them to what is there."""
+        self._last = self._last if self._last is bucket else None
         targets: list[Tensor] = []
         sources: list[Tensor] = []
         for param, grad in grads.items():
-            places = self.places[param]
-            if not places.views:
-                continue
-            if len(places.views) == 1 and places.views[0].dim() == 1 and grad.is_contiguous():
-                targets.append(places.views[0])
+            views = self.parts(bucket, param)
+            if len(views) == 1 and views[0].dim() == 1 and grad.is_contiguous():
+                targets.append(views[0])
                 sources.append(grad.view(-1))
                 continue
-            for view, part in zip(places.views, grad.reshape(-1).split_with_sizes(places.sizes), strict=True):
+            parts = grad.reshape(-1).split_with_sizes(bucket.sizes[param]) if views else ()
+            for view, part in zip(views, parts, strict=True):
                 if view.dim() == 1:
                     targets.append(view)
                     sources.append(part)
@@ -158,56 +184,23 @@ class Views:
         if targets:
             torch._foreach_add_(targets, sources) if accumulate else torch._foreach_copy_(targets, sources)
 
-    def clear(self, params: Iterable[Tensor], tails: bool) -> None:
-        """Write zeros for gradients that never came and, with ``tails``, where none belongs."""
-        views = [view for param in params for view in self.places[param].views]
-        views += self.tails if tails else []
-        if views:
-            torch._foreach_zero_(views)
-
-
-@dataclass(eq=False)
-class Buffer:
-    """Memory that buckets take turns in.
-
-    Attributes:
-        data: one-dimensional.
-        free: the event after which it may be written again.
-        prepared: its views, by the bucket that uses them.
-        last: the bucket that used it last, whose tails are zero.
-    """
-
-    data: Tensor
-    free: Any = None
-    prepared: dict[Bucket, Views] = field(default_factory=dict)
-    last: Bucket | None = None
-
-    def views(self, bucket: Bucket) -> Views:
-        """Of ``bucket``, made once."""
-        if bucket not in self.prepared:
-            self.prepared[bucket] = bucket.views(self.data)
-        return self.prepared[bucket]
-
-    def copy(self, bucket: Bucket, grads: Mapping[Tensor, Tensor], accumulate: bool = False) -> None:
-        """Write gradients of ``bucket`` (or add them) to their places."""
-        if self.last is not bucket:
-            self.last = None
-        self.views(bucket).copy(grads, accumulate)
-
     def complete(self, bucket: Bucket, missing: Iterable[Tensor]) -> None:
         """Write zeros wherever no gradient of ``bucket`` has been written."""
-        self.views(bucket).clear(missing, tails=self.last is not bucket)
-        self.last = bucket
+        views, tails = self._views(bucket)
+        empty = [view for param in missing for view in views[param]] + (tails if self._last is not bucket else [])
+        if empty:
+            torch._foreach_zero_(empty)
+        self._last = bucket
 
 
-def cut_into_buckets(routes: Iterable[Route], plan: Plan, numel: int) -> list[Bucket]:
-    """Buckets of up to ``numel`` elements of one dtype and device, in the order of the routes."""
+def cut_into_buckets(routes: Iterable[Route], groups: NodeGroups, numel: int) -> list[Bucket]:
+    """Return buckets of up to ``numel`` elements of one dtype and device, in the order of the routes."""
     buckets: list[Bucket] = []
     waiting: dict[tuple[torch.dtype, torch.device], list[Route]] = {}
     for route in routes:
-        pending = waiting.setdefault((route.param.dtype, route.param.device), [])
+        pending = waiting.setdefault((route.wire, route.param.device), [])
         if pending and sum(r.numel for r in pending) + route.numel > numel:
-            buckets.append(Bucket(pending, plan))
+            buckets.append(Bucket(pending, groups))
             pending.clear()
         pending.append(route)
-    return buckets + [Bucket(pending, plan) for pending in waiting.values()]
+    return buckets + [Bucket(pending, groups) for pending in waiting.values()]

@@ -9,6 +9,7 @@ variances" (1979), equation 2.1.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,13 +19,13 @@ from ds_vrgd import kernels
 
 @dataclass(frozen=True)
 class Moments:
-    """Of the chunks of a window, element by element.
+    """The moments of the chunks of a window, element by element.
 
     Attributes:
         total: ``parts`` times the mean over the chunks, ``(n,)``, fp32 or wider. Under ZeRO it is the sum over the
             micro-batches of the mean over the ranks, which is the gradient that a step takes.
         m2: centred sum of squares over the chunks, same shape and dtype.
-        parts: what ``total`` is to be divided by.
+        parts: the divisor of ``total``.
     """
 
     total: Tensor
@@ -33,19 +34,26 @@ class Moments:
 
     @property
     def mean(self) -> Tensor:
-        """Mean over the chunks."""
+        """Return the mean over the chunks."""
         return self.total if self.parts == 1 else self.total / self.parts
 
 
+def zeros_like(shard: Tensor, parts: int = 1) -> Moments:
+    """Return moments of 0, flat, for chunks that brought no gradient of ``shard``; fp32 or wider."""
+    total, m2 = torch.zeros(
+        2, shard.numel(), dtype=torch.promote_types(shard.dtype, torch.float32), device=shard.device
+    )
+    return Moments(total, m2, parts)
+
+
 def moments_of(chunks: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean and centred sum of squares over the first axis.
+    """Return the mean and the centred sum of squares over the first axis.
 
     Args:
         chunks: ``(k, n)``, any floating dtype; row d is the gradient of chunk d.
 
     Returns:
-        ``mean`` and ``m2``, both ``(n,)`` in fp32 (fp64 for fp64 input). The rows are summed in their
-        order, so the result does not depend on the rank that computes it.
+        Both ``(n,)`` in fp32 (fp64 for fp64 input). The rows are summed in their order, the same on every rank.
     """
     dtype = torch.promote_types(chunks.dtype, torch.float32)
     mean = chunks[0].to(dtype, copy=True)
@@ -59,40 +67,43 @@ def moments_of(chunks: Tensor) -> tuple[Tensor, Tensor]:
     return mean, m2
 
 
-def merge_(mean: Tensor, m2: Tensor, count: int, new_mean: Tensor, new_m2: Tensor | float, new_count: int) -> None:
-    """Merge the moments of ``new_count`` chunks into those of ``count`` chunks, in place.
-
-    Args:
-        mean, m2: moments so far, updated; any shape.
-        count: chunks they stand for. 0 overwrites them, so what an abandoned window left behind
-            (infinities of an overflow, say) cannot leak into the next one.
-        new_mean, new_m2: moments to merge, same shape; ``new_m2`` may be 0.0 for a single chunk.
-        new_count: chunks those stand for, at least 1.
-    """
-    if count == 0:
-        mean.copy_(new_mean)
-        m2.copy_(new_m2) if isinstance(new_m2, Tensor) else m2.fill_(new_m2)
-        return
-    delta = new_mean - mean
-    mean.add_(delta, alpha=new_count / (count + new_count))
-    m2.add_(new_m2).addcmul_(delta, delta, value=count * new_count / (count + new_count))
-
-
-def merge_chunk_of_each_(means: list[Tensor], m2s: list[Tensor], count: int, chunks: list[Tensor]) -> None:
+def merge_chunk_of_each_(totals: list[Tensor], m2s: list[Tensor], count: int, chunks: list[Tensor]) -> None:
     """Merge one more chunk into the moments of each of many parameters, in place; a few launches for all of them.
 
+    The sum is kept, not a running mean, whose rounding would be all that is left where chunks cancel.
+
     Args:
-        means, m2s: moments so far of every parameter, updated; one dtype and device.
-        count: chunks that each of them stands for. 0 overwrites them, as in :func:`merge_`.
-        chunks: the gradient of every parameter, of the same shape and dtype.
+        totals: sum of the chunks so far of every parameter, updated; one dtype and device.
+        m2s: their centred sums of squares, updated.
+        count: chunks merged so far. 0 overwrites both without reading them, so that nothing of an abandoned window
+            (infinities of an overflow, for example) leaks into the next one.
+        chunks: the gradient of every parameter, of ``totals``' shapes and dtype.
     """
     if count == 0:
-        torch._foreach_copy_(means, chunks)
+        torch._foreach_copy_(totals, chunks)
         torch._foreach_zero_(m2s)
         return
-    deltas = torch._foreach_sub(chunks, means)
-    torch._foreach_add_(means, deltas, alpha=1 / (count + 1))
+    deltas = torch._foreach_div(totals, -count)
+    torch._foreach_add_(deltas, chunks)
+    torch._foreach_add_(totals, chunks)
     torch._foreach_addcmul_(m2s, deltas, deltas, value=count / (count + 1))
+
+
+def merge_zeros_(total: Tensor, m2: Tensor, parts: int, zeros: int, chunks: int = 1) -> None:
+    """Merge ``zeros`` micro-batches whose gradient is 0 into the moments of ``parts`` others, in place.
+
+    Args:
+        total, m2: sum of the micro-batches' means, and centred sum of squares, any shape.
+        parts: micro-batches merged so far. 0 overwrites both, as in :func:`merge_chunk_of_each_`.
+        zeros: at least 1.
+        chunks: the number of chunks of a micro-batch.
+    """
+    if parts == 0:
+        total.zero_()
+        m2.zero_()
+    else:
+        mean = total / parts
+        m2.addcmul_(mean, mean, value=chunks * parts * zeros / (parts + zeros))
 
 
 def merge_chunks_(received: Tensor, total: Tensor, m2: Tensor, parts: int) -> None:
@@ -102,8 +113,8 @@ def merge_chunks_(received: Tensor, total: Tensor, m2: Tensor, parts: int) -> No
         received: ``(k, n)``, any floating dtype; row d is the gradient of chunk d. Rows are summed in their order.
         total: ``(n,)``, sum over the micro-batches so far of the mean over their k chunks; fp32 (fp64 for fp64 chunks).
         m2: ``(n,)``, centred sum of squares over all ``parts * k`` chunks so far; same dtype.
-        parts: micro-batches merged so far. 0 overwrites ``total`` and ``m2`` without reading them, so what an abandoned
-            window left behind (infinities of an overflow, say) cannot leak into the next one.
+        parts: micro-batches merged so far. 0 overwrites ``total`` and ``m2`` without reading them, as in
+            :func:`merge_chunk_of_each_`.
     """
     if kernels.usable(total, m2) and received.stride(1) == 1:
         from ds_vrgd.kernels.merge import merge_chunks
@@ -118,3 +129,43 @@ def merge_chunks_(received: Tensor, total: Tensor, m2: Tensor, parts: int) -> No
     delta = mean - total / parts
     total.add_(mean)
     m2.add_(squares.addcmul_(delta, delta, value=len(received) * (parts / (parts + 1))))
+
+
+def merge_nodes_(totals: Tensor, m2s: Tensor, total: Tensor, m2: Tensor, parts: int, chunks: int) -> None:
+    """Merge the moments of nodes with equally many chunks, in node order, so that every run gives the same bits.
+
+    Args:
+        totals, m2s: ``(nodes, n)``, of each node's ``parts * chunks`` chunks: ``parts`` times their mean, and their
+            centred sum of squares.
+        total, m2: ``(n,)``, overwritten with those of all chunks.
+        parts: micro-batches.
+        chunks: the number of chunks of a micro-batch on one node.
+    """
+    total.copy_(totals[0])
+    for row in totals[1:]:
+        total.add_(row)
+    total.div_(len(totals))
+    m2.copy_(m2s[0])
+    for row in m2s[1:]:
+        m2.add_(row)
+    for row in totals:
+        # The deviation of a mean is that of a total over parts, and it stands for parts * chunks of them.
+        deviation = row - total
+        m2.addcmul_(deviation, deviation, value=chunks / parts)
+
+
+def merge_ranks_(total: Tensor, m2: Tensor, parts: int, chunks: int, group: Any) -> None:
+    """Merge the moments of ranks with equally many chunks, in place: two sums of the whole over ``group``.
+
+    Args:
+        total, m2: of this rank's ``parts * chunks`` chunks, as in :func:`merge_nodes_`. ``total`` becomes the mean
+            over the ranks.
+        parts, chunks: as there.
+        group: process group of the ranks.
+    """
+    deviation = total.clone()
+    torch.distributed.all_reduce(total, group=group)
+    total.div_(torch.distributed.get_world_size(group))
+    deviation.sub_(total)
+    m2.addcmul_(deviation, deviation, value=chunks / parts)  # as in merge_nodes_
+    torch.distributed.all_reduce(m2, group=group)

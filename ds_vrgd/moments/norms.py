@@ -1,4 +1,4 @@
-"""Which of this rank's own chunk gradients are not finite: a norm a layer and micro-batch, read only when asked."""
+"""The norm of each of this rank's chunk gradients, by layer and micro-batch: which of them are not finite."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class ChunkNorms:
 
         Args:
             micro_batch: its number in the window, from 0.
-            gradients: (parameter, gradient), in the order in which a reader is to be told of them.
+            gradients: (parameter, gradient), in the order in which a report names them.
         """
         alike: dict[tuple[torch.device, torch.dtype], list[tuple[Tensor, Tensor]]] = {}
         for param, grad in gradients:
@@ -35,12 +35,12 @@ class ChunkNorms:
             self._noted.append((micro_batch, [param for param, _ in pairs], torch.stack(norms)))
 
     def forget(self, param: Tensor) -> None:
-        """What was noted of one parameter so far has been thrown away unused."""
+        """Forget the norms of one parameter so far: its gradient was thrown away unused."""
         if self._noted:
             self._forgotten[param] = len(self._noted)
 
     def _bad(self) -> list[Tensor]:
-        """For every note, ``(n,)``: which of its norms are not finite and not forgotten."""
+        """Return for every note, ``(n,)``, which of its norms are not finite and not forgotten."""
         bad = []
         for index, (_, params, norms) in enumerate(self._noted):
             found = torch.isfinite(norms).logical_not_()
@@ -51,12 +51,12 @@ class ChunkNorms:
         return bad
 
     def any_bad(self, device: torch.device) -> Tensor:
-        """Whether any gradient of this rank is not finite: a bool scalar on ``device``."""
+        """Return whether any gradient of this rank is not finite: a bool scalar on ``device``."""
         parts = [found.any().to(device) for found in self._bad()]
         return torch.stack(parts).any() if parts else torch.zeros((), dtype=torch.bool, device=device)
 
     def bad(self) -> list[tuple[Tensor, int, str]]:
-        """(parameter, micro-batch, "NaN" or "inf") of every gradient that is not finite, once each; waits for them."""
+        """Return (parameter, micro-batch, "NaN" or "inf") of each gradient that is not finite, once; waits for them."""
         found: dict[tuple[Tensor, int], str] = {}
         for (micro_batch, params, norms), bad in zip(self._noted, self._bad(), strict=True):
             for param, norm, is_bad in zip(params, norms.tolist(), bad.tolist(), strict=True):

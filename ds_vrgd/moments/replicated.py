@@ -1,55 +1,50 @@
 """Chunk moments where every rank holds every parameter whole: plain PyTorch, DDP, ZeRO stage 0.
 
-Each rank keeps the moments of its own chunks, full-sized; they meet once a step.
+Each rank keeps the moments of its own chunks, full-sized; they are merged over the ranks once per step.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ds_vrgd.moments.chan import Moments, merge_, merge_chunk_of_each_
+from ds_vrgd.moments.chan import Moments, merge_chunk_of_each_, merge_ranks_, merge_zeros_
+from ds_vrgd.moments.groups import SequenceGroups
+from ds_vrgd.moments.hooks import value_of
 from ds_vrgd.moments.norms import ChunkNorms
-from ds_vrgd.moments.sequences import SequenceGroups
 
 # Elements that are merged, or that the ranks of a sequence sum, at once: 64 MB in fp32.
 AT_ONCE = 2**24
 
 
-class _Accumulator:
-    """Moments of one parameter's chunks on this rank, as views into a device's flat buffers."""
+@dataclass(eq=False)
+class _Held:
+    """Sum and centred squares of one parameter's chunks on this rank, as views into the flat buffers of a device.
 
-    def __init__(self, mean: Tensor, m2: Tensor) -> None:
-        self.mean, self.m2 = mean, m2
-        self.chunks = 0
-        self.pending: Tensor | None = None
+    Attributes:
+        total, m2: of ``chunks`` chunks.
+        pending: the gradient of the open micro-batch.
+    """
 
-    def add(self, grad: Tensor, keep: bool) -> None:
-        """Take a gradient, as it is or a copy; a second one in the same micro-batch belongs to the same chunk."""
-        if self.pending is None:
-            self.pending = grad.detach() if keep else grad.detach().clone()
-        else:
-            self.pending = self.pending.to(self.mean.dtype) + grad
+    total: Tensor
+    m2: Tensor
+    chunks: int = 0
+    pending: Tensor | None = None
 
-    def restart(self) -> None:
-        """Forget everything, also what a backward pass that broke off has left."""
-        self.chunks, self.pending = 0, None
-
-    def pad(self, chunks: int) -> None:
-        """Count the micro-batches in which the parameter took no part: its gradient there is 0."""
-        if self.chunks < chunks:
-            zeros = torch.zeros_like(self.mean)
-            merge_(self.mean, self.m2, self.chunks, zeros, 0.0, chunks - self.chunks)
-            self.chunks = chunks
+    def take_pending(self) -> Tensor:
+        """Return the gradient of the open micro-batch, flat and wide (zeros where none came), and close it."""
+        pending, self.pending = self.pending, None
+        return torch.zeros_like(self.total) if pending is None else pending.flatten().to(self.total.dtype)
 
 
 class ReplicatedMoments:
-    """Mean and centred sum of squares over the chunks of a window (what one optimizer step sees).
+    """Sum and centred sum of squares over the chunks of a window, of whole parameters.
 
-    Memory: 8 bytes an element for the moments (16 for fp64 parameters), and one gradient in its own
+    Memory: 8 bytes per element for the moments (16 for fp64 parameters), and one gradient in its own
     dtype while a micro-batch is open: a copy, or the one that backward made.
 
     Args:
@@ -68,103 +63,105 @@ class ReplicatedMoments:
         norms: ChunkNorms | None = None,
         sequences: SequenceGroups | None = None,
     ) -> None:
-        self._params = list(params)
-        self._norms = norms
-        self._group = group
-        self._sequences = sequences
+        self._params, self._group, self._norms, self._sequences = list(params), group, norms, sequences
+        self._sharing = 1 if sequences is None else sequences.size  # ranks that hold the same chunks
         self.ranks = 1 if group is None else torch.distributed.get_world_size(group)
-        self._accumulators: dict[Tensor, _Accumulator] = {}
+        self._held: dict[Tensor, _Held] = {}
         self._flats: list[tuple[Tensor, Tensor]] = []
-        self._merged = False
-        self._chunks = 0
-        self._micro_batches = 0
+        self._chunks, self._micro_batches, self._merged = 0, 0, False
 
     def extend(self, params: Sequence[Tensor]) -> None:
         """Observe more parameters, in the same order on all ranks; in the micro-batches so far their gradient was 0."""
         self._params += params
-        if self._accumulators:
+        if self._held:
             self._allocate(params)
 
     def _allocate(self, observed: Sequence[Tensor]) -> None:
-        buckets: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+        alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
         for param in observed:
-            key = (param.device, torch.promote_types(param.dtype, torch.float32))
-            buckets.setdefault(key, []).append(param)
-        for (device, dtype), params in buckets.items():
+            alike.setdefault((param.device, torch.promote_types(param.dtype, torch.float32)), []).append(param)
+        for (device, dtype), params in alike.items():
             sizes = [param.numel() for param in params]
-            mean = torch.zeros(sum(sizes), dtype=dtype, device=device)
-            m2 = torch.zeros_like(mean)
-            self._flats.append((mean, m2))
-            for param, *views in zip(params, mean.split(sizes), m2.split(sizes), strict=True):
-                self._accumulators[param] = _Accumulator(*views)
+            total = torch.zeros(sum(sizes), dtype=dtype, device=device)
+            m2 = torch.zeros_like(total)
+            self._flats.append((total, m2))
+            for param, *views in zip(params, total.split(sizes), m2.split(sizes), strict=True):
+                self._held[param] = _Held(*views)
+
+    def _all(self) -> dict[Tensor, _Held]:
+        """Return what is held of every observed parameter; allocated when it is first needed."""
+        if not self._held:
+            self._allocate(self._params)
+        return self._held
 
     def add(self, param: Tensor, grad: Tensor, *, keep: bool = False) -> None:
-        """Take one gradient of one parameter, before any reduction.
+        """Take one gradient of one parameter, before any reduction: as it is with ``keep``, or a copy."""
+        held = self._all()[param]
+        if held.pending is None:
+            held.pending = value_of(grad) if keep else grad.detach().clone()
+        else:
+            held.pending = held.pending.to(held.total.dtype) + grad
 
-        Args:
-            keep: nobody changes ``grad`` before the micro-batch ends, so that no copy is needed.
-        """
-        if not self._accumulators:
-            self._allocate(self._params)
-        self._accumulators[param].add(grad, keep)
+    def keep_apart(self, param: Tensor, grad: Tensor) -> None:
+        """Copy the open gradient of one parameter if it shares memory with ``grad``, which others may change."""
+        held = self._held.get(param)
+        if held is not None and held.pending is not None and held.pending.data_ptr() == grad.data_ptr():
+            held.pending = held.pending.clone()
 
-    def restart(self, param: Tensor) -> None:
-        """Forget this window's chunks of one parameter (its gradient was thrown away unused)."""
-        if param in self._accumulators:
-            self._accumulators[param].restart()
+    def drop(self, param: Tensor) -> None:
+        """Forget this window's chunks of one parameter, and what a backward pass that broke off has left."""
+        if param in self._held:
+            self._held[param].chunks, self._held[param].pending = 0, None
         if self._norms is not None:
             self._norms.forget(param)
 
+    def hold_back(self, held: bool) -> None:
+        """Do nothing: no gradient leaves before the end of its micro-batch."""
+
     def end_micro_batch(self) -> None:
-        """Close the chunk that is open on this rank."""
-        backward = reversed(self._accumulators.items())
-        came = [(param, held.pending) for param, held in backward if held.pending is not None]
+        """Close the open chunk of this rank; with ``sequences`` a collective."""
+        came = [(param, held.pending) for param, held in reversed(self._held.items()) if held.pending is not None]
         if came and self._norms is not None:
             self._norms.note(self._micro_batches, came)
         self._micro_batches += bool(came) or self._sequences is not None
         if self._sequences is not None:
-            self._join_parts(self._sequences)
-        self._close()
-
-    def _close(self) -> None:
-        """What is pending becomes one chunk."""
-        pending = (held for held in self._accumulators.values() if held.pending is not None)
-        for together in _at_once(pending, lambda held: (held.mean.device, held.mean.dtype, held.chunks)):
-            _merge_pending(together)
-
-    def _join_parts(self, sequences: SequenceGroups) -> None:
-        """Sum every gradient over the ranks that share this rank's samples; what a rank has no part in counts as 0."""
-        if not self._accumulators:
-            self._allocate(self._params)  # others may have gradients
-        for together in _at_once(self._accumulators.values(), lambda held: (held.mean.device, held.mean.dtype)):
-            _sum_pending(together, sequences.group)
+            # Others may have gradients where this rank has none.
+            for together in _at_once(self._all().values(), lambda held: (held.total.device, held.total.dtype)):
+                parts = torch.cat([held.take_pending() for held in together])
+                torch.distributed.all_reduce(parts, group=self._sequences.group)
+                sizes = [held.total.numel() for held in together]
+                for held, part in zip(together, parts.split(sizes), strict=True):
+                    held.pending = part
+        pending = (held for held in self._held.values() if held.pending is not None)
+        for together in _at_once(pending, lambda held: (held.total.device, held.total.dtype, held.chunks)):
+            totals, m2s = [held.total for held in together], [held.m2 for held in together]
+            merge_chunk_of_each_(totals, m2s, together[0].chunks, [held.take_pending() for held in together])
+            for held in together:
+                held.chunks += 1
 
     def finish(self) -> int:
-        """Merge the ranks' moments, once a window; returns k. A collective where there is a group.
+        """Merge the ranks' moments, once per window, and return k; a collective where there is a group.
 
         Raises:
             RuntimeError: on all ranks, where they observe different parameters or unequal numbers of micro-batches.
         """
         if not self._merged:
-            if not self._accumulators:
-                self._allocate(self._params)
-            if self._sequences is None:  # else whoever set them says where micro-batches end: a collective
+            if self._sequences is None:  # else whoever set them ends each micro-batch: a collective
                 self.end_micro_batch()
-            local = max((a.chunks for a in self._accumulators.values()), default=0)
-            for accumulator in self._accumulators.values():
-                accumulator.pad(local)
+            local = max((held.chunks for held in self._all().values()), default=0)
+            for held in self._held.values():
+                if held.chunks < local:  # it took no part in some micro-batches: its gradient there is 0
+                    merge_zeros_(held.total, held.m2, held.chunks, local - held.chunks)
+                    held.chunks = local
             if self.ranks > 1:
                 self._check_equal(local)
-                for mean, m2 in self._flats:
-                    self._merge_ranks(mean, m2, local)
-            self._chunks = local * self.ranks // self._sharing
+                for total, m2 in self._flats:
+                    merge_ranks_(total, m2, max(local, 1), 1, self._group)
+                    if self._sharing > 1:  # ranks that hold the same chunks count the squares once each
+                        m2.div_(self._sharing)
+            self._chunks = local * self.chunks_at_once
             self._merged = True
         return self._chunks
-
-    @property
-    def _sharing(self) -> int:
-        """Ranks that hold the same chunks."""
-        return 1 if self._sequences is None else self._sequences.size
 
     def _check_equal(self, local: int) -> None:
         """Raise on every rank where the ranks differ in their number of micro-batches, or in what they observe."""
@@ -179,87 +176,60 @@ class ReplicatedMoments:
             )
         if largest != -minus_smallest:
             raise RuntimeError(
-                f"the ranks differ in the parameters that they optimize: {-minus_smallest} elements on one, "
-                f"{largest} on another. Give every rank's optimizer all parameters; torch's ZeroRedundancyOptimizer "
-                "does not, and DeepSpeed ZeRO takes its place."
+                f"the ranks differ in the parameters that they optimize: {-minus_smallest} elements on one, {largest} "
+                "on another. Give every rank's optimizer all parameters; torch's ZeroRedundancyOptimizer does not, "
+                "and DeepSpeed ZeRO takes its place."
             )
 
-    def _merge_ranks(self, mean: Tensor, m2: Tensor, chunks: int) -> None:
-        """Chan's formula for equally many chunks a rank: two sums of the whole model over the ranks.
+    def moments(self, tensor: Tensor) -> Moments:
+        """Return the moments of one parameter, flat, over all k chunks; after :meth:`finish`."""
+        held = self._held[tensor]
+        return Moments(held.total, held.m2, max(self._chunks // self.chunks_at_once, 1))
 
-        Ranks that hold the same chunks leave the mean as it is, and count the squares once each.
-        """
-        local = mean.clone()
-        torch.distributed.all_reduce(mean, group=self._group)
-        mean.div_(self.ranks)
-        local.sub_(mean)
-        m2.addcmul_(local, local, value=chunks)
-        torch.distributed.all_reduce(m2, group=self._group)
-        if self._sharing > 1:
-            m2.div_(self._sharing)
+    @property
+    def chunks_at_once(self) -> int:
+        """Return the number of chunks of a micro-batch, over all ranks."""
+        return self.ranks // self._sharing
 
-    def moments(self, param: Tensor) -> Moments:
-        """Of one parameter, flat, over all k chunks; after :meth:`finish`."""
-        accumulator = self._accumulators[param]
-        return Moments(accumulator.mean, accumulator.m2)
+    @property
+    def any_chunks(self) -> bool:
+        """Return whether this rank has seen a gradient in this window."""
+        return any(held.chunks or held.pending is not None for held in self._held.values())
 
     def held_bytes(self) -> tuple[int, int]:
-        """Bytes held now, outside a micro-batch: of moments, and of buffers, which there are none of."""
+        """Return the bytes held now, outside a micro-batch: of moments, and of buffers, which do not exist."""
         return sum(moment.nbytes for flats in self._flats for moment in flats), 0
 
     def sent_bytes(self) -> tuple[int, int]:
-        """Bytes that this rank sends to others: in a micro-batch, and once a window, as a ring all-reduces."""
+        """Return the bytes that this rank sends per micro-batch, and once per window, in rings of all-reduces."""
         moments = self.held_bytes()[0]
         return (self._sharing - 1) * moments // self._sharing, 2 * (self.ranks - 1) * moments // self.ranks
 
     def reset(self) -> None:
         """Begin the next window."""
-        for accumulator in self._accumulators.values():
-            accumulator.restart()
+        for held in self._held.values():
+            held.chunks, held.pending = 0, None
         if self._norms is not None:
             self._norms.clear()
-        self._chunks = 0
-        self._micro_batches = 0
-        self._merged = False
+        self._chunks, self._micro_batches, self._merged = 0, 0, False
+
+    def detach(self) -> None:
+        """Release all memory for good."""
+        self.reset()
+        self._held.clear()
+        self._flats.clear()
 
 
-def _at_once(
-    accumulators: Iterable[_Accumulator], alike: Callable[[_Accumulator], Hashable]
-) -> Iterator[list[_Accumulator]]:
-    """Those that are alike together, in their order, until they hold ``AT_ONCE`` elements."""
-    waiting: dict[Hashable, tuple[list[_Accumulator], int]] = {}
-    for held in accumulators:
+def _at_once(all_held: Iterable[_Held], alike: Callable[[_Held], Hashable]) -> Iterator[list[_Held]]:
+    """Yield those that are alike together, in their order, up to ``AT_ONCE`` elements."""
+    waiting: dict[Hashable, tuple[list[_Held], int]] = {}
+    for held in all_held:
         key = alike(held)
         together, elements = waiting.pop(key, ([], 0))
         together.append(held)
-        elements += held.mean.numel()
+        elements += held.total.numel()
         if elements >= AT_ONCE:
             yield together
         else:
             waiting[key] = together, elements
-    for together, _ in waiting.values():
-        yield together
-
-
-def _merge_pending(accumulators: Sequence[_Accumulator]) -> None:
-    """Take the gradients of the micro-batch that is open, of parameters that have seen equally many chunks."""
-    chunks = []
-    for held in accumulators:
-        assert held.pending is not None
-        chunks.append(held.pending.flatten().to(held.mean.dtype))
-        held.pending = None
-    means, m2s = [held.mean for held in accumulators], [held.m2 for held in accumulators]
-    merge_chunk_of_each_(means, m2s, accumulators[0].chunks, chunks)
-    for held in accumulators:
-        held.chunks += 1
-
-
-def _sum_pending(accumulators: Sequence[_Accumulator], group: Any) -> None:
-    """Sum the gradients of the micro-batch that is open over the ranks of ``group``, in one all-reduce."""
-    together = torch.cat(
-        [torch.zeros_like(held.mean) if held.pending is None else held.pending.flatten().to(held.mean.dtype)
-         for held in accumulators]
-    )  # fmt: skip
-    torch.distributed.all_reduce(together, group=group)
-    for held, part in zip(accumulators, together.split([held.mean.numel() for held in accumulators]), strict=True):
-        held.pending = part
+    yield from (together for together, _ in waiting.values())

@@ -10,26 +10,25 @@ The wire carries the gradient itself, in its own dtype: (N-1)/N of its bytes, as
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ds_vrgd.moments.buckets import Bucket, Buffer, cut_into_buckets
-from ds_vrgd.moments.chan import Moments
-from ds_vrgd.moments.lanes import Lanes, lanes_on
-from ds_vrgd.moments.nodes import NodeGroups, NodeMoments
+from ds_vrgd.moments.buckets import Bucket, Buffer, Route, cut_into_buckets
+from ds_vrgd.moments.chan import Moments, zeros_like
+from ds_vrgd.moments.groups import NodeGroups, SequenceGroups
+from ds_vrgd.moments.hooks import value_of
 from ds_vrgd.moments.norms import ChunkNorms
-from ds_vrgd.moments.route import Plan, Route
-from ds_vrgd.moments.sequences import SequenceGroups
-from ds_vrgd.moments.store import ShardStore, Sink, beside
+from ds_vrgd.moments.store import NodeStore, ShardStore, on_device_of
+from ds_vrgd.moments.streams import Streams
 
 
 @dataclass
 class _Filling:
-    """A bucket being filled in the micro-batch that is open.
+    """A bucket that is being filled in the open micro-batch.
 
     Attributes:
         buffer: what has been copied at once; None if nothing has.
@@ -45,21 +44,6 @@ class _Filling:
     producers: set[Any] = field(default_factory=set)
 
 
-@dataclass
-class _Flight:
-    """A bucket on its way."""
-
-    bucket: Bucket
-    sent: Buffer
-    received: Buffer
-    work: Any | None
-
-
-def _value(grad: Tensor) -> Tensor:
-    """``grad`` outside the graph; as it is, where it is in none, as autograd hands it out: this runs once a hook."""
-    return grad.detach() if grad.requires_grad else grad
-
-
 class ShardedMoments:
     """Mean and centred sum of squares over the chunks of a window, on this rank's shards.
 
@@ -68,15 +52,15 @@ class ShardedMoments:
     issue the same collectives even where a parameter took part on some of them only.
 
     On CUDA, exchanges start and what they bring is merged on a stream of their own. The streams that gradients come
-    from wait for it where a buffer has not been sent yet, and whoever reads moments, in :meth:`finish`: the last
-    exchange of a micro-batch runs beside the forward pass of the next.
+    from wait for it where a buffer has not been sent yet, and whoever reads moments waits in :meth:`finish`: the last
+    exchange of a micro-batch overlaps the forward pass of the next.
 
-    Memory: 8 bytes an element of the shard from a window's first bucket to :meth:`reset`. For good, a few buffers of a
-    bucket in the wire dtype: ``in_flight + 1`` to send (with :meth:`add`, more where gradients finish far out of
-    order), and ``in_flight`` to receive, each as large as the largest region of this rank times the ranks.
+    Memory: 8 bytes per element of the shard from a window's first bucket to :meth:`reset`. Until :meth:`detach`, a few
+    buffers of a bucket in the wire dtype: ``in_flight + 1`` to send (with copies, more where gradients finish far out
+    of order), and ``in_flight`` to receive, each as large as the largest region of this rank times the ranks.
 
     Args:
-        routes: one a parameter, in the order in which the gradients are expected.
+        routes: one per parameter, in the order in which the gradients are expected.
         group: process group of the data-parallel ranks.
         bucket_numel: elements of a bucket; a larger parameter gets a bucket of its own.
         nodes: exchange gradients inside the nodes only, and moments between them.
@@ -85,7 +69,12 @@ class ShardedMoments:
         sequences: which ranks compute one chunk together; None where every rank has chunks of its own. Their parts
             are summed where they arrive, so that nothing more travels.
         eager: send a bucket as soon as it is full; else all of them at the end of the micro-batch. Of several exchanges
-            over different groups only one may be eager, for the ranks must start them in one order.
+            over different groups only one may be eager, because the ranks must start them in one order.
+
+    Attributes:
+        routes, group: as given.
+        before_first_bucket: called before the first exchange of every micro-batch, on all ranks alike, where they
+            exchange.
     """
 
     def __init__(
@@ -100,228 +89,236 @@ class ShardedMoments:
         sequences: SequenceGroups | None = None,
         eager: bool = True,
     ) -> None:
-        self._nodes = nodes
+        self.routes, self.group = tuple(routes), group
+        self.before_first_bucket: Callable[[], None] | None = None
         self._norms = norms
-        self._plan = Plan.direct(group) if nodes is None else nodes.plan()
+        self._groups = nodes or NodeGroups.single(group)
         self._sequences = sequences
-        self._eager = eager
-        self._rows = [] if sequences is None else sequences.rows(self._plan.peer_ranks)
-        self._routes = list(routes)
-        self._bucket_numel = bucket_numel
-        self._in_flight = in_flight
+        first, peers = self._groups.rank - self._groups.index, self._groups.per_node
+        self._rows = [] if sequences is None else sequences.rows(range(first, first + peers))
+        self._bucket_numel, self._in_flight, self._eager, self._held_back = bucket_numel, in_flight, eager, False
         self._buckets: list[Bucket] = []
         self._bucket_of: dict[Tensor, int] = {}
-        self._name_of = {route.param: route.name for route in routes}
-        self._lanes = Lanes()
+        self._streams = Streams(torch.device("cpu"))
         self._store = ShardStore(())
-        self._sink: Sink = self._store
         self._filling: dict[int, _Filling] = {}
-        self._flights: deque[_Flight] = deque()
+        self._flights: deque[tuple[Bucket, Buffer, Buffer, Any]] = deque()
         self._spare: dict[tuple[str, torch.dtype, torch.device], deque[Buffer]] = {}
-        self._next = 0
-        self._micro_batches = 0
-        self._finished = 0
+        self._next = self._micro_batches = self._finished = 0
 
     def _prepare(self) -> None:
         """Cut the routes into buckets; at the first gradient, when devices and dtypes are final."""
         if self._buckets:
             return
-        self._buckets = cut_into_buckets(self._routes, self._plan, self._bucket_numel)
+        self._buckets = cut_into_buckets(self.routes, self._groups, self._bucket_numel)
         for index, bucket in enumerate(self._buckets):
             self._bucket_of |= {route.param: index for route in bucket.routes}
-        self._lanes = lanes_on(self._buckets[0].device)
-        self._sink = self._store = ShardStore(self._buckets)
-        if self._nodes is not None:
-            chunks = len(self._rows) or self._nodes.per_node
-            self._sink = NodeMoments(self._buckets, self._nodes, self._store, self._lanes, chunks)
+        self._streams = Streams(self._buckets[0].device)
+        if self._groups.nodes == 1:
+            self._store = ShardStore(self._buckets)
+        else:
+            chunks = len(self._rows) or self._groups.per_node
+            self._store = NodeStore(self._buckets, self._groups, self._streams, chunks)
 
     def _buffer(self, purpose: str, bucket: Bucket) -> Buffer:
-        """A buffer that is large enough ``"to send"`` or ``"to receive"`` any bucket of this dtype."""
+        """Return a buffer that is large enough ``"to send"`` or ``"to receive"`` any bucket of this dtype."""
         spare = self._spare.setdefault((purpose, bucket.dtype, bucket.device), deque())
         if spare:
             return spare.popleft()  # the one that has rested longest: most likely nobody has to wait for it
         alike = [b for b in self._buckets if (b.dtype, b.device) == (bucket.dtype, bucket.device)]
-        numel = max(b.numel if purpose == "to send" else b.own * self._plan.peers for b in alike)
+        numel = max(b.numel if purpose == "to send" else b.own * self._groups.per_node for b in alike)
         return Buffer(torch.empty(numel, dtype=bucket.dtype, device=bucket.device))
 
     def _recycle(self, purpose: str, buffer: Buffer) -> None:
         self._spare[purpose, buffer.data.dtype, buffer.data.device].append(buffer)
 
-    def add(self, param: Tensor, grad: Tensor) -> None:
-        """Copy one gradient of one parameter, before any reduction; may start exchanges."""
-        filling = self._filling_of(param)
-        if param in filling.held:
-            self._hold(filling, param, _value(grad))
-        else:
-            self._copy(filling, param, _value(grad))
-        self._launch_ready()
-
-    def take(self, param: Tensor, grad: Tensor) -> None:
-        """As :meth:`add`, but ``grad`` is ours from now on: nobody writes to it any more, and nothing is copied yet."""
-        filling = self._filling_of(param)
-        if param in filling.copied:
-            self._copy(filling, param, _value(grad))
-        else:
-            self._hold(filling, param, _value(grad))
-        self._launch_ready()
-
-    def _filling_of(self, param: Tensor) -> _Filling:
+    def add(self, param: Tensor, grad: Tensor, *, keep: bool = False) -> None:
+        """Take one gradient of one parameter, before any reduction; may start exchanges."""
         self._prepare()
-        index = self._bucket_of[param]
+        index, grad = self._bucket_of[param], value_of(grad)
         if index < self._next:
+            name = next(route.name for route in self.routes if route.param is param)
             raise RuntimeError(
-                f"the gradient of '{self._name_of[param]}' arrived twice in one backward pass, the second time after "
-                "its exchange. This is what a weight shared between reentrant checkpoint segments does: set "
-                "use_reentrant=False in the activation checkpointing, or gamma=1.0 for its param group."
+                f"the gradient of '{name}' arrived twice in one backward pass, the second time after its exchange. "
+                "This is what a weight shared between reentrant checkpoint segments does: set use_reentrant=False in "
+                "the activation checkpointing, or gamma=1.0 for its param group."
             )
         filling = self._filling.get(index)
         if filling is None:
             filling = self._filling[index] = _Filling()
-        return filling
-
-    def _hold(self, filling: _Filling, param: Tensor, grad: Tensor) -> None:
-        first = filling.held.get(param)
-        if first is not None:
-            self._lanes.gather(filling.producers, (first,))
-            grad = first + grad
-        filling.held[param] = grad
-        filling.producers.add(self._lanes.here())
+        if param in filling.held or (keep and param not in filling.copied):
+            first = filling.held.get(param)
+            if first is not None:
+                self._streams.gather(filling.producers, (first,))
+                grad = first + grad
+            filling.held[param] = grad
+            filling.producers.add(self._streams.here())
+        else:
+            self._copy(filling, param, grad)
+        while self._eager and not self._held_back and self._next in self._filling:
+            filling = self._filling[self._next]
+            if len(filling.copied) + len(filling.held) < len(self._buckets[self._next].routes):
+                break
+            self._launch()
 
     def _copy(self, filling: _Filling, param: Tensor, grad: Tensor) -> None:
         bucket = self._buckets[self._bucket_of[param]]
         again = param in filling.copied
         if filling.buffer is None:
             filling.buffer = self._buffer("to send", bucket)
-        here = self._lanes.here()
+        here = self._streams.here()
         if here not in filling.writers:
-            self._lanes.wait(filling.buffer.free)
+            self._streams.wait(filling.buffer.free)
             filling.writers.add(here)
         if again:
-            self._lanes.gather(filling.writers, ())
+            self._streams.gather(filling.writers, ())
         filling.buffer.copy(bucket, {param: grad}, accumulate=again)
         filling.copied.add(param)
 
-    def _launch_ready(self) -> None:
-        while self._eager and self._next in self._filling:
-            filling = self._filling[self._next]
-            if len(filling.copied) + len(filling.held) < len(self._buckets[self._next].routes):
-                break
-            self._launch()
+    def drop(self, param: Tensor) -> None:
+        """Forget this window's chunks of one parameter, also those that are under way; on all ranks alike."""
+        self._prepare()
+        index = self._bucket_of[param]
+        if index in self._filling:
+            self._filling[index].copied.discard(param)
+            self._filling[index].held.pop(param, None)
+        if self._micro_batches or index < self._next:
+            self._finished = 0
+            self._streams.fork(())
+            with self._streams.side():
+                while self._flights:
+                    self._merge_oldest()
+                self._store.drop(self._buckets[index], param)
+        if self._norms is not None:
+            self._norms.forget(param)
 
     def _launch(self) -> None:
         """Send the next bucket; gradients that never came are zeros."""
         bucket = self._buckets[self._next]
         filling = self._filling.pop(self._next, None) or _Filling()
         sent = filling.buffer or self._buffer("to send", bucket)
-        self._lanes.wait(sent.free)
-        self._lanes.gather(filling.producers, filling.held.values())
+        self._streams.wait(sent.free)
+        self._streams.gather(filling.producers, filling.held.values())
         sent.copy(bucket, filling.held)
         if self._norms is not None:
             self._norms.note(self._micro_batches, filling.held.items())
         came = filling.copied | filling.held.keys()
         sent.complete(bucket, [route.param for route in bucket.routes if route.param not in came])
-        self._sink.open(bucket)
-        self._lanes.fork(filling.writers)
+        self._store.open(bucket)
+        self._streams.fork(filling.writers)
         self._next += 1
-        with self._lanes.side():
+        with self._streams.side():
+            if self._next == 1 and self.before_first_bucket is not None:
+                self.before_first_bucket()
             if self._norms is not None and filling.copied:
-                places = sent.views(bucket).places
-                copied = [r.param for r in bucket.routes if r.param in filling.copied]
-                self._norms.note(self._micro_batches, [(p, view) for p in copied for view in places[p].views])
+                copied = [route.param for route in bucket.routes if route.param in filling.copied]
+                self._norms.note(self._micro_batches, [(p, view) for p in copied for view in sent.parts(bucket, p)])
             while len(self._flights) >= self._in_flight:
-                self._land()
+                self._merge_oldest()
             self._flights.append(self._send(bucket, sent))
 
-    def _send(self, bucket: Bucket, sent: Buffer) -> _Flight:
-        if self._plan.peers == 1:
-            return _Flight(bucket, sent, sent, None)
+    def _send(self, bucket: Bucket, sent: Buffer) -> tuple[Bucket, Buffer, Buffer, Any]:
+        """Begin an exchange; return its bucket, the buffers sent and received, and the work (None without peers)."""
+        if self._groups.per_node == 1:
+            return bucket, sent, sent, None
         received = self._buffer("to receive", bucket)
         work = torch.distributed.all_to_all_single(
-            received.data[: bucket.own * self._plan.peers],
+            received.data[: bucket.own * self._groups.per_node],
             sent.data[: bucket.numel],
-            output_split_sizes=[bucket.own] * self._plan.peers,
+            output_split_sizes=[bucket.own] * self._groups.per_node,
             input_split_sizes=bucket.splits,
-            group=self._plan.group,
+            group=self._groups.local,
             async_op=True,
         )
-        return _Flight(bucket, sent, received, work)
+        return bucket, sent, received, work
 
-    def _land(self) -> None:
+    def _merge_oldest(self) -> None:
         """Wait for the oldest exchange and merge what it brought."""
-        flight = self._flights.popleft()
-        bucket, sent, received = flight.bucket, flight.sent, flight.received
-        if flight.work is not None:
-            flight.work.wait()
-            sent.free = self._lanes.mark(sent.free)
+        bucket, sent, received, work = self._flights.popleft()
+        if work is not None:
+            work.wait()
+            sent.free = self._streams.mark(sent.free)
         if bucket.own:
-            rows = received.data[: bucket.own * self._plan.peers].view(self._plan.peers, bucket.own)
+            rows = received.data[: bucket.own * self._groups.per_node].view(self._groups.per_node, bucket.own)
             if self._sequences is not None:
                 rows = self._sequences.join(rows, self._rows)
-            self._sink.merge(bucket, rows, self._micro_batches)
-        if flight.work is None:
-            sent.free = self._lanes.mark(sent.free)
+            self._store.merge(bucket, rows, self._micro_batches)
+        if work is None:
+            sent.free = self._streams.mark(sent.free)
         else:
             self._recycle("to receive", received)
         self._recycle("to send", sent)
+
+    def hold_back(self, held: bool) -> None:
+        """Send nothing before the end of the open micro-batch, because more backward passes belong to it."""
+        self._held_back = held
 
     def end_micro_batch(self) -> None:
         """Close the micro-batch: send what has not left yet, and have everything merged."""
         self._prepare()  # other ranks may have gradients to send
         while self._next < len(self._buckets):
             self._launch()
-        with self._lanes.side():
+        with self._streams.side():
             while self._flights:
-                self._land()
+                self._merge_oldest()
         self._next = 0
         self._micro_batches += 1
 
     def finish(self) -> int:
-        """k, the number of chunks in this window; a collective, with ``nodes``, after every further micro-batch."""
+        """Return k, the number of chunks in this window; with ``nodes``, a collective after more micro-batches."""
         if self._finished < self._micro_batches:
-            self._sink.finish(self._micro_batches)
+            self._store.finish(self._micro_batches)
             self._finished = self._micro_batches
-        self._lanes.join()
-        return self._micro_batches * self._plan.ranks // (1 if self._sequences is None else self._sequences.size)
+        self._streams.join()
+        return self._micro_batches * self.chunks_at_once
 
-    def moments(self, shard: Tensor) -> Moments:
-        """Over all k chunks, laid out as ``shard`` is; 0 in its padding. After :meth:`finish`.
+    @property
+    def chunks_at_once(self) -> int:
+        """Return the number of chunks of a micro-batch, over all ranks."""
+        return self._groups.ranks // (1 if self._sequences is None else self._sequences.size)
 
-        The tensors are on ``shard``'s device. They are the window's own, which callers must not write to, until
-        :meth:`reset`; copies where the gradients are on another device.
+    def moments(self, tensor: Tensor) -> Moments:
+        """Return the moments over all k chunks, laid out as the shard ``tensor``; 0 in its padding.
+
+        They are on the shard's device, and belong to the window until :meth:`reset`: callers may write to the padding
+        alone. Where the gradients are on another device, they are copies.
         """
-        if self._nodes is not None and self._finished < self._micro_batches:
+        if self._groups.nodes > 1 and self._finished < self._micro_batches:
             raise RuntimeError("the nodes have not merged their moments yet: finish() comes before moments()")
-        self._lanes.join()  # a reader in the middle of a window has not been through finish()
-        held = self._store.of(shard) if self._micro_batches else None
+        self._streams.join()  # a reader in the middle of a window has not been through finish()
+        held = self._store.of(tensor) if self._micro_batches else None
         if held is None:
-            zeros = torch.zeros_like(shard, dtype=torch.promote_types(shard.dtype, torch.float32))
-            return Moments(zeros, zeros.clone(), max(self._micro_batches, 1))
+            return zeros_like(tensor, max(self._micro_batches, 1))
         for moment in held:
-            self._lanes.use(moment)
-        total, m2 = (beside(shard, moment) for moment in held)
+            self._streams.use(moment)
+        total, m2 = (on_device_of(tensor, moment) for moment in held)
         return Moments(total, m2, self._micro_batches)
 
     def held_bytes(self) -> tuple[int, int]:
-        """Bytes held now, outside a micro-batch: of moments, and of the buffers to send and to receive."""
-        return self._sink.nbytes(), sum(buffer.data.nbytes for spare in self._spare.values() for buffer in spare)
+        """Return the bytes held now, outside a micro-batch: of moments, and of the buffers to send and to receive."""
+        return self._store.nbytes(), sum(buffer.data.nbytes for spare in self._spare.values() for buffer in spare)
 
     def sent_bytes(self) -> tuple[int, int]:
-        """Bytes that this rank sends to others: in a micro-batch, and once a window."""
-        me = self._plan.me
-        sent = sum((bucket.numel - bucket.splits[me]) * bucket.dtype.itemsize for bucket in self._buckets)
-        return sent, self._sink.sent_bytes()
+        """Return the bytes that this rank sends to others: per micro-batch, and once per window."""
+        sent = sum((bucket.numel - bucket.own) * bucket.dtype.itemsize for bucket in self._buckets)
+        return sent, self._store.sent_bytes()
 
     def reset(self) -> None:
         """Begin the next window, also after a backward pass that was broken off half-way."""
-        self._lanes.join()
+        self._streams.join()
         for filling in self._filling.values():
             if filling.buffer is not None:
                 self._recycle("to send", filling.buffer)
         self._filling.clear()
         self._flights.clear()  # with their buffers: nobody knows whether the other ranks have sent theirs
-        self._sink.close()
+        self._store.close()
         if self._norms is not None:
             self._norms.clear()
-        self._next = 0
-        self._micro_batches = 0
-        self._finished = 0
+        self._next = self._micro_batches = self._finished = 0
+
+    def detach(self) -> None:
+        """Release all memory and callbacks for good."""
+        self.reset()
+        self.before_first_bucket = None
+        self._buckets.clear()
+        self._spare.clear()

@@ -1,37 +1,23 @@
-"""The moments of a window on this rank's shards, and what an exchange brings for them."""
+"""The moments of a window on this rank's shards: merged from the gradients of all ranks, or first in each node."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Protocol
+from collections import deque
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ds_vrgd.moments.buckets import Bucket, Piece
-from ds_vrgd.moments.chan import merge_chunks_
+from ds_vrgd.moments.chan import merge_chunks_, merge_nodes_
+from ds_vrgd.moments.groups import NodeGroups
+from ds_vrgd.moments.streams import Streams
 
+# Buckets whose moments are between the nodes at once.
+IN_FLIGHT = 2
 
-class Sink(Protocol):
-    """Where received gradients are merged."""
-
-    def open(self, bucket: Bucket) -> None:
-        """Have memory for what ``bucket`` will bring."""
-
-    def merge(self, bucket: Bucket, received: Tensor, parts: int) -> None:
-        """Merge one micro-batch, ``(chunks, own)``, into the ``parts`` before it."""
-
-    def finish(self, parts: int) -> None:
-        """Bring the shards' moments up to date; a collective where nodes have to talk."""
-
-    def nbytes(self) -> int:
-        """Bytes held now."""
-
-    def sent_bytes(self) -> int:
-        """Bytes that :meth:`finish` sends to other ranks."""
-
-    def close(self) -> None:
-        """Let go of all memory."""
+_Pair = tuple[Tensor, Tensor]
 
 
 class ShardStore:
@@ -41,62 +27,168 @@ class ShardStore:
         buckets: all there are.
     """
 
-    def __init__(self, buckets: Iterable[Bucket]) -> None:
-        self._pieces: dict[Tensor, list[Piece]] = {}
+    def __init__(self, buckets: Sequence[Bucket]) -> None:
+        self._buckets = buckets
         self._like: dict[Tensor, tuple[torch.dtype, torch.device]] = {}
+        pieces: dict[Tensor, list[Piece]] = {}
         for bucket in buckets:
             for piece in bucket.pieces:
-                self._pieces.setdefault(piece.shard, []).append(piece)
+                pieces.setdefault(piece.shard, []).append(piece)
                 dtype, _ = self._like.get(piece.shard, (torch.float32, None))
                 self._like[piece.shard] = torch.promote_types(bucket.dtype, dtype), bucket.device
-        self._gaps = {shard: _gaps(shard, pieces) for shard, pieces in self._pieces.items()}
-        self._held: dict[Tensor, tuple[Tensor, Tensor]] = {}
+        self._gaps = {shard: _gaps(shard, of_shard) for shard, of_shard in pieces.items()}
+        self._held: dict[Tensor, _Pair] = {}
 
     def open(self, bucket: Bucket) -> None:
-        """Have memory for the shards of ``bucket``: zero in their padding, anything elsewhere."""
-        for shard in {piece.shard: None for piece in bucket.pieces}:
+        """Allocate the moments that ``bucket`` brings: zero in the padding of shards, not initialised elsewhere."""
+        for piece in bucket.pieces:
+            shard = piece.shard
             if shard not in self._held:
-                dtype, device = self._like[shard]
-                total, m2 = (torch.empty(shard.numel(), dtype=dtype, device=device) for _ in range(2))
-                gaps = [moment[start:end] for moment in (total, m2) for start, end in self._gaps[shard]]
+                self._held[shard] = _empty(shard.numel(), *self._like[shard])
+                gaps = [moment[start:end] for moment in self._held[shard] for start, end in self._gaps[shard]]
                 if gaps:
                     torch._foreach_zero_(gaps)
-                self._held[shard] = total, m2
 
-    def views(self, piece: Piece) -> tuple[Tensor, Tensor]:
-        """``total`` and ``m2`` where ``piece`` is."""
+    def views(self, piece: Piece) -> _Pair:
+        """Return ``total`` and ``m2`` of ``piece``."""
         total, m2 = self._held[piece.shard]
         end = piece.shard_start + piece.numel
         return total[piece.shard_start : end], m2[piece.shard_start : end]
 
     def merge(self, bucket: Bucket, received: Tensor, parts: int) -> None:
-        """Merge one micro-batch of all ranks' chunk gradients, ``(chunks, own)``."""
+        """Merge one micro-batch of chunk gradients, ``(chunks, own)``, into the ``parts`` before it."""
         for piece in bucket.pieces:
-            total, m2 = self.views(piece)
-            merge_chunks_(received[:, piece.start : piece.start + piece.numel], total, m2, parts)
+            merge_chunks_(received[:, piece.start : piece.start + piece.numel], *self.views(piece), parts)
+
+    def drop(self, bucket: Bucket, param: Tensor) -> None:
+        """Count what was merged of one parameter as zeros."""
+        ((start, numel),) = bucket.received[param]
+        for piece in bucket.pieces if numel else ():
+            if piece.start <= start < piece.start + piece.numel:
+                for moment in self.views(piece):
+                    moment[start - piece.start : start - piece.start + numel].zero_()
 
     def finish(self, parts: int) -> None:
-        """Every micro-batch has been merged already."""
+        """Complete the moments of the shards over ``parts`` micro-batches: nothing is left to do."""
 
-    def of(self, shard: Tensor) -> tuple[Tensor, Tensor] | None:
-        """``total`` and ``m2`` of a shard; None if nothing has come for it."""
+    def of(self, shard: Tensor) -> _Pair | None:
+        """Return ``total`` and ``m2`` of a shard; None if nothing has come for it."""
         return self._held.get(shard)
 
     def nbytes(self) -> int:
-        """Bytes held now."""
+        """Return the bytes held now."""
         return sum(moment.nbytes for held in self._held.values() for moment in held)
 
     def sent_bytes(self) -> int:
-        """The shards talk to nobody."""
+        """Return the bytes that :meth:`finish` sends to other ranks."""
         return 0
 
     def close(self) -> None:
-        """Let go of all memory."""
+        """Release all memory."""
         self._held.clear()
 
 
-def beside(shard: Tensor, moment: Tensor) -> Tensor:
-    """``moment`` on ``shard``'s device: itself, or a copy of it.
+class NodeStore(ShardStore):
+    """The store for two levels: gradients travel inside a node, and once per window the moments between the nodes.
+
+    Local rank j of a node receives, from the ranks of its node, the gradients of everything that the ranks with local
+    index j own, on all nodes: its *column*. At the end of the window these ranks exchange the moments of what they own.
+
+    Memory: 8 bytes per element of the column while a window is open; in :meth:`finish`, those of the shards, and the
+    regions of two buckets per node.
+
+    Args:
+        buckets: all there are.
+        groups: of this rank.
+        streams: everything runs on the side stream.
+        chunks: the number of chunks of a micro-batch on one node.
+    """
+
+    def __init__(self, buckets: Sequence[Bucket], groups: NodeGroups, streams: Streams, chunks: int) -> None:
+        super().__init__(buckets)
+        self._groups, self._streams, self._chunks = groups, streams, chunks
+        self._columns: dict[Bucket, _Pair] = {}
+
+    def open(self, bucket: Bucket) -> None:
+        """Allocate the moments of this rank's column of ``bucket``."""
+        if bucket not in self._columns:
+            self._columns[bucket] = _empty(bucket.own, torch.promote_types(bucket.dtype, torch.float32), bucket.device)
+
+    def merge(self, bucket: Bucket, received: Tensor, parts: int) -> None:
+        """Merge one micro-batch of the node's chunk gradients, ``(chunks, own)``."""
+        merge_chunks_(received, *self._columns[bucket], parts)
+
+    def drop(self, bucket: Bucket, param: Tensor) -> None:
+        """Count what was merged of one parameter on this node as zeros."""
+        for start, numel in bucket.received[param]:
+            for moment in self._columns[bucket]:
+                moment[start : start + numel].zero_()
+
+    def finish(self, parts: int) -> None:
+        """Merge the nodes' moments over ``parts`` micro-batches into the shards, on the side stream; a collective."""
+        for bucket in self._buckets:
+            super().open(bucket)
+        self._streams.fork(())
+        with self._streams.side():
+            flights: deque[tuple[Bucket, _Pair, list[Any]]] = deque()
+            for bucket in self._buckets:
+                if len(flights) == IN_FLIGHT:
+                    self._merge_oldest(flights, parts)
+                flights.append(self._launch(bucket))
+            while flights:
+                self._merge_oldest(flights, parts)
+
+    def _column(self, bucket: Bucket) -> list[int]:
+        """Return the elements that each node's rank of this column owns."""
+        return bucket.regions[self._groups.index :: self._groups.per_node]
+
+    def _launch(self, bucket: Bucket) -> tuple[Bucket, _Pair, list[Any]]:
+        """Begin the exchange of a bucket's moments; what arrives is ``(nodes, own)`` each."""
+        nodes = self._groups.nodes
+        column, own = self._column(bucket), bucket.regions[self._groups.rank]
+        moments = self._columns[bucket]
+        totals, m2s = (moment.new_empty(nodes, own) for moment in moments)
+        works = [
+            torch.distributed.all_to_all_single(
+                received.view(-1), moment, [own] * nodes, column, group=self._groups.across, async_op=True
+            )
+            for received, moment in zip((totals, m2s), moments, strict=True)
+        ]
+        return bucket, (totals, m2s), works
+
+    def _merge_oldest(self, flights: deque[tuple[Bucket, _Pair, list[Any]]], parts: int) -> None:
+        """Wait for the moments of the oldest exchange, and merge them."""
+        bucket, moments, works = flights.popleft()
+        for work in works:
+            work.wait()
+        for piece in bucket.pieces:
+            totals, m2s = (rows[:, piece.start : piece.start + piece.numel] for rows in moments)
+            merge_nodes_(totals, m2s, *self.views(piece), parts, self._chunks)
+
+    def nbytes(self) -> int:
+        """Return the bytes held now."""
+        return super().nbytes() + sum(moment.nbytes for column in self._columns.values() for moment in column)
+
+    def sent_bytes(self) -> int:
+        """Return the bytes that :meth:`finish` sends to other nodes: two moments of what they own."""
+        sent = 0
+        for bucket in self._buckets:
+            elements = sum(self._column(bucket)) - bucket.regions[self._groups.rank]
+            sent += 2 * elements * torch.promote_types(bucket.dtype, torch.float32).itemsize
+        return sent
+
+    def close(self) -> None:
+        """Release all memory."""
+        self._columns.clear()
+        super().close()
+
+
+def _empty(numel: int, dtype: torch.dtype, device: torch.device) -> _Pair:
+    return torch.empty(numel, dtype=dtype, device=device), torch.empty(numel, dtype=dtype, device=device)
+
+
+def on_device_of(shard: Tensor, moment: Tensor) -> Tensor:
+    """Return ``moment`` on the device of ``shard``: itself, or a copy of it.
 
     The copy is in page-locked memory where the shard's gradient is (DeepSpeed's ``offload_optimizer.pin_memory``): a
     GPU fills that many times faster than fresh pages, and torch keeps it for the next step.
@@ -109,12 +201,9 @@ def beside(shard: Tensor, moment: Tensor) -> Tensor:
 
 
 def _gaps(shard: Tensor, pieces: Iterable[Piece]) -> list[tuple[int, int]]:
-    """``(start, end)`` of what no piece of the shard covers."""
+    """Return ``(start, end)`` of what no piece of the shard covers."""
     gaps, end = [], 0
     for piece in sorted(pieces, key=lambda piece: piece.shard_start):
-        if piece.shard_start > end:
-            gaps.append((end, piece.shard_start))
+        gaps.append((end, piece.shard_start))
         end = piece.shard_start + piece.numel
-    if shard.numel() > end:
-        gaps.append((end, shard.numel()))
-    return gaps
+    return [(start, end) for start, end in [*gaps, (end, shard.numel())] if start < end]

@@ -1,13 +1,11 @@
-"""The optimizers. They know shards, segments and moments, and have never heard of DeepSpeed."""
+"""The optimizers, on shards, segments and moments. No engine is imported here: adapters implement :class:`Observer`."""
 
 from ds_vrgd.optim.adam import VRAdam, VRAdamW
-from ds_vrgd.optim.alive import unused_over
-from ds_vrgd.optim.allocation import allocate_state_only
-from ds_vrgd.optim.base import VROptimizer
 from ds_vrgd.optim.lamb import LAMB, VRLAMB
 from ds_vrgd.optim.lars import LARS, VRLARS
+from ds_vrgd.optim.observer import LayerStatistics, Observer
+from ds_vrgd.optim.optimizer import VROptimizer, allocate_state_only, unused_over
 from ds_vrgd.optim.sgd import VRSGD, VRMomentum
-from ds_vrgd.optim.shards import LayerStatistics
 
 #: Every optimizer, by the name that a DeepSpeed JSON uses.
 OPTIMIZERS: dict[str, type[VROptimizer]] = {
@@ -22,6 +20,7 @@ __all__ = [
     "VRLARS",
     "VRSGD",
     "LayerStatistics",
+    "Observer",
     "VRAdam",
     "VRAdamW",
     "VRMomentum",

@@ -1,29 +1,76 @@
-"""VR-Adam and VR-AdamW: the averaged ratio in front of ``torch.optim``'s own steps."""
+"""Adam and AdamW as a pure function; VR-Adam and VR-AdamW: the averaged ratio in front of it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+import math
+from collections.abc import Sequence
+from typing import Any, ClassVar, Literal
 
 import torch
-from torch.optim.adam import adam
-from torch.optim.adamw import adamw
+from torch import Tensor
+from torch.optim.adam import adam as torch_adam
+from torch.optim.optimizer import ParamsT
 
-from ds_vrgd import gsnr
 from ds_vrgd.kernels.records import AdamState
-from ds_vrgd.moments import LayerTable
-from ds_vrgd.optim.base import VROptimizer
-from ds_vrgd.optim.shards import Shard, by_group
-from ds_vrgd.optim.sources import with_average
+from ds_vrgd.optim.observer import Shard, by_group
+from ds_vrgd.optim.optimizer import VROptimizer
+from ds_vrgd.optim.options import documented, passed
+from ds_vrgd.optim.passes import KernelCall, Piece
 
-if TYPE_CHECKING:
-    from types import ModuleType
 
-    from ds_vrgd.kernels.records import Source
+def adam(
+    weights: Tensor,
+    gradient: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    step: float,
+    *,
+    lr: float,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float = 0.0,
+    decoupled: bool = False,
+) -> None:
+    """Update weights and both moments by Adam, in place; by AdamW where weight decay is decoupled.
+
+    ::
+
+        g = g + weight_decay w              AdamW: w = w - lr weight_decay w
+        m = beta1 m + (1 - beta1) g
+        v = beta2 v + (1 - beta2) g^2
+        w = w - lr (m / (1 - beta1^t)) / (sqrt(v / (1 - beta2^t)) + eps)
+
+    Args:
+        weights, gradient, exp_avg, exp_avg_sq: ``w``, ``g``, ``m`` and ``v``, of any one shape.
+        step: number of this step, ``t``, from 1; infinity for no debiasing.
+        lr, betas, eps, weight_decay: the group's.
+        decoupled: whether this is AdamW.
+    """
+    beta1, beta2 = betas
+    debias1, debias2 = 1.0 - beta1**step, math.sqrt(1.0 - beta2**step)
+    if in_one_pass(weights, gradient, exp_avg, exp_avg_sq):
+        fused = torch._fused_adamw_ if decoupled else torch._fused_adam_
+        fused(
+            [weights], [gradient], [exp_avg], [exp_avg_sq], [], [torch.scalar_tensor(step)], lr=lr,
+            beta1=beta1, beta2=beta2, eps=eps, weight_decay=weight_decay, amsgrad=False, maximize=False,
+        )  # fmt: skip
+        return
+    if decoupled:
+        weights.mul_(1.0 - lr * weight_decay)
+    elif weight_decay:
+        gradient = gradient.add(weights, alpha=weight_decay)
+    exp_avg.lerp_(gradient, 1.0 - beta1)
+    exp_avg_sq.mul_(beta2).addcmul_(gradient, gradient, value=1.0 - beta2)
+    weights.addcdiv_(exp_avg, exp_avg_sq.sqrt().div_(debias2).add_(eps), value=-lr / debias1)
+
+
+def in_one_pass(*tensors: Tensor) -> bool:
+    """Return whether torch's own kernel does the rule in one pass over memory: on fp32, contiguous, on a CPU."""
+    return all(t.device.type == "cpu" and t.dtype == torch.float32 and t.is_contiguous() for t in tensors)
 
 
 def adam_state(shard: Shard) -> AdamState:
-    """What the kernels of Adam and LAMB read of a shard, for the step that its state has been counted up to."""
+    """Return what the kernels of Adam and LAMB read of a shard, for the step that its state has been counted up to."""
     group, state = shard.group, shard.state
     beta1, beta2 = group["betas"]
     steps = int(state["step"])
@@ -35,43 +82,22 @@ def adam_state(shard: Shard) -> AdamState:
     )  # fmt: skip
 
 
+@documented
 class VRAdam(VROptimizer):
     """Adam whose two moments both take ``ghat = phat * gbar``, with phat the debiased running mean of r.
 
-    The order (average the ratio, scale the mean gradient, then estimate the moments) is our reading of section 4.2; the
-    paper's appendix D, which holds the algorithm, is not available.
-
-    Args:
-        params: parameters, or param groups that may override every argument.
-        lr: learning rate.
-        betas: decay of the first and second moment, each in [0, 1).
-        beta3: decay of the running mean of the ratio, in [0, 1).
-        eps: added to the root of the second moment, in the gradient's units. Where it is 0 in the weights' dtype (as
-            1e-8 is in fp16), an element that never had a gradient becomes NaN, as in ``torch.optim.Adam``.
-        weight_decay: L2 coefficient; ``weight_decay * w`` is added to ``ghat``.
-        gamma: floor of the ratio, in (0, 1] (equation 9); 1 is ``torch.optim.Adam``, bitwise.
-        gsnr_eps: floor of the variance relative to the squared mean.
-        gsnr_dtype: of the running mean of the ratio. "float32" is the weights' own dtype; "bfloat16" halves its memory,
-            and is rounded stochastically, without which the mean would stand still.
-        reduction: what becomes of DeepSpeed's own reduction of gradients at ZeRO stages 1 to 3. "fused" replaces it,
-            "observe" looks on beside it, "auto" replaces it wherever that is exact.
-        ranks_per_node: so many consecutive ranks exchange gradients, and only moments travel between such groups. None
-            to go by the launcher.
-        nonfinite: what to do about a window with a NaN or an infinity in a chunk: "skip" leaves the step out, "error"
-            raises FloatingPointError before any weight is updated. Layer, rank and micro-batch are named either way.
-
-    Raises:
-        ValueError: an argument out of its range.
+    The order (average the ratio, scale the mean gradient, then estimate the moments) is our reading of the VRGD paper's
+    section 4.2; its appendix D, which holds the algorithm, is not available. At ``gamma=1`` this is
+    ``torch.optim.Adam``, bitwise.
     """
 
     counts_steps = True
     averages_ratio = True
     decoupled_decay: ClassVar[bool] = False
-    _base_step: ClassVar[Callable[..., None]] = staticmethod(adam)
 
     def __init__(
         self,
-        params: Iterable[Any],
+        params: ParamsT,
         lr: float = 1e-3,
         *,
         betas: tuple[float, float] = (0.9, 0.999),
@@ -80,78 +106,64 @@ class VRAdam(VROptimizer):
         weight_decay: float = 0.0,
         gamma: float = 0.1,
         gsnr_eps: float = 1e-6,
-        gsnr_dtype: str | torch.dtype = "float32",
-        reduction: str = "auto",
+        gsnr_dtype: Literal["float32", "bfloat16"] | torch.dtype = "float32",
+        reduction: Literal["auto", "fused", "observe"] = "auto",
         ranks_per_node: int | None = None,
-        nonfinite: str = "skip",
-        **unknown: Any,
+        nonfinite: Literal["skip", "error"] = "skip",
     ) -> None:
-        super().__init__(
-            params,
-            {
-                "lr": lr,
-                "betas": betas,
-                "beta3": beta3,
-                "eps": eps,
-                "weight_decay": weight_decay,
-                "gamma": gamma,
-                "gsnr_eps": gsnr_eps,
-                "gsnr_dtype": gsnr_dtype,
-            },
-            unknown,
-            reduction=reduction,
-            ranks_per_node=ranks_per_node,
-            nonfinite=nonfinite,
-        )
+        super().__init__(**passed(locals()))
 
     def state_keys(self, group: dict[str, Any]) -> tuple[str, ...]:
-        """First and second moment."""
+        """Return the keys of the first and the second moment."""
         return ("exp_avg", "exp_avg_sq")
 
-    def _update(self, shards: Sequence[Shard]) -> None:
+    def _update_piece(self, piece: Piece, trust: Tensor | float | None) -> None:
+        group, moments = piece.shard.group, (piece.state("exp_avg"), piece.state("exp_avg_sq"))
+        arguments = {key: group[key] for key in ("betas", "eps", "weight_decay")}
+        step, lr = float(piece.shard.state["step"]), float(group["lr"])
+        adam(piece.weights, piece.gradient(), *moments, step, lr=lr, decoupled=self.decoupled_decay, **arguments)
+
+    def _updating_kernel(self, shard: Shard, trust: Tensor | None) -> KernelCall:
+        lr = float(shard.group["lr"])
+        shrink = 1.0 - lr * shard.group["weight_decay"] if self.decoupled_decay else None
+        return KernelCall("adam_step", adam_state(shard)._replace(lr=lr, shrink=shrink))
+
+    def _update_as_torch(self, shards: Sequence[Shard]) -> None:
         for members in by_group(shards):
-            group = members[0].group
-            beta1, beta2 = group["betas"]
-            self._base_step(
-                [shard.tensor for shard in members],
-                [shard.grad for shard in members],
-                [shard.state["exp_avg"] for shard in members],
-                [shard.state["exp_avg_sq"] for shard in members],
-                [],
-                [shard.state["step"] for shard in members],
-                foreach=None,
-                amsgrad=False,
-                beta1=beta1,
-                beta2=beta2,
-                lr=group["lr"],
-                weight_decay=group["weight_decay"],
-                eps=group["eps"],
-                maximize=False,
+            group, (beta1, beta2) = members[0].group, members[0].group["betas"]
+            averages, squares, steps = (
+                [shard.state[key] for shard in members] for key in ("exp_avg", "exp_avg_sq", "step")
             )
-
-    def _kernel_update(
-        self, room: ModuleType, shards: Sequence[Shard], table: LayerTable, sources: Sequence[Source]
-    ) -> None:
-        partials = room.empty_partials(table.blocks, 2)
-        for index, (shard, source) in enumerate(zip(shards, sources, strict=True)):
-            shard.state["step"] += 1
-            lr = float(shard.group["lr"])
-            averaged, begins = with_average(shard, source)
-            room.adam_step(
-                table.blocks, index, averaged, adam_state(shard), partials,
-                lr=lr, shrink=1.0 - lr * shard.group["weight_decay"],
-                seed=gsnr.rounding_seed(int(shard.state["step"])), decoupled=self.decoupled_decay, begins=begins,
+            torch_adam(
+                [shard.tensor for shard in members], [shard.grad for shard in members], averages, squares, [], steps,
+                foreach=None, amsgrad=False, maximize=False, beta1=beta1, beta2=beta2, lr=group["lr"], eps=group["eps"],
+                weight_decay=group["weight_decay"], decoupled_weight_decay=self.decoupled_decay,
             )  # fmt: skip
-        self._counts = list(room.sum_blocks(table.blocks, partials))
 
 
+@documented
 class VRAdamW(VRAdam):
-    """:class:`VRAdam` with decoupled weight decay, ``w *= 1 - lr * weight_decay`` (0.01 unless told otherwise)."""
+    """AdamW on the variance-reduced gradient: :class:`VRAdam` with decoupled weight decay, 0.01 by default.
+
+    At ``gamma=1`` this is ``torch.optim.AdamW``, bitwise.
+    """
 
     decoupled_decay = True
-    _base_step = staticmethod(adamw)
 
     def __init__(
-        self, params: Iterable[Any], lr: float = 1e-3, *, weight_decay: float = 0.01, **arguments: Any
+        self,
+        params: ParamsT,
+        lr: float = 1e-3,
+        *,
+        betas: tuple[float, float] = (0.9, 0.999),
+        beta3: float = 0.9,
+        eps: float = 1e-8,
+        weight_decay: float = 0.01,
+        gamma: float = 0.1,
+        gsnr_eps: float = 1e-6,
+        gsnr_dtype: Literal["float32", "bfloat16"] | torch.dtype = "float32",
+        reduction: Literal["auto", "fused", "observe"] = "auto",
+        ranks_per_node: int | None = None,
+        nonfinite: Literal["skip", "error"] = "skip",
     ) -> None:
-        super().__init__(params, lr, weight_decay=weight_decay, **arguments)
+        super().__init__(**passed(locals()))

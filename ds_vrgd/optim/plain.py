@@ -1,145 +1,281 @@
-"""Observation without an engine: one process, or DistributedDataParallel."""
+"""The adapter without an engine: one process, or DistributedDataParallel."""
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ds_vrgd.moments import SUM_DTYPE, ChunkNorms, Moments, Ranks, ReplicatedMoments, ShardLayout
-from ds_vrgd.optim import world
-from ds_vrgd.optim.agreement import require_agreement, table_of_optimizer
-from ds_vrgd.optim.nonfinite import BadGradient, any_rank_has_bad, gather_bad
+from ds_vrgd.moments import (
+    SUM_DTYPE,
+    ChunkNorms,
+    Discards,
+    GradientHook,
+    LayerTable,
+    Moments,
+    Ranks,
+    ReplicatedMoments,
+    ShardLayout,
+    is_dtensor,
+    local,
+    zeros_among,
+)
+from ds_vrgd.optim import checks, world
+from ds_vrgd.optim.observer import BadGradient, Observer
 
-if TYPE_CHECKING:
-    from ds_vrgd.optim.base import VROptimizer
-
-# Relative difference of the ranks' gradients, in sums, that is taken for none: DDP leaves the same bits on all of them.
+# Relative difference of the ranks' gradients, in sums, up to which they count as equal: DDP leaves the same bits.
 SAME_GRADIENT = 1e-6
 
 
-class PlainObserver:
-    """Hooks on the parameters themselves; a micro-batch ends with its backward pass.
+class GradientObserver(Observer):
+    """An adapter whose gradient is what ``step()`` finds in ``.grad``: scaled, clipped or edited as the program wants.
 
-    With ``torch.distributed`` initialised, all its ranks are data-parallel replicas, as under DDP.
-
-    Chunks are forgotten with the gradients that they made up: by ``step()``, by ``optimizer.zero_grad()``, and where
-    ``.grad`` is None. One of these must follow a step that a loss scaler skips; ``model.zero_grad(set_to_none=False)``
-    cannot be seen from here.
-
-    Args:
-        param_groups: of the optimizer; groups with ``gamma=1`` are not observed.
+    A subclass observes the chunks.
     """
 
     ranks = Ranks()
 
-    def __init__(self, param_groups: Sequence[dict[str, Any]]) -> None:
+    def __init__(self) -> None:
         self.window = 0
-        self._layouts: dict[Tensor, ShardLayout] = {}
-        self._observed: list[Tensor] = []
-        self._handles: list[torch.utils.hooks.RemovableHandle] = []
-        self._arrived: dict[Tensor, Tensor] = {}
-        self._moments: ReplicatedMoments | None = None
         self._norms = ChunkNorms()
-        self._backward = -1
-        self._unfinished: dict[int, set[Tensor]] = {}
-        self._ranks_agree = self._gradients_agree = False
-        for group in param_groups:
-            self.watch(group)
-
-    def watch(self, group: dict[str, Any]) -> None:
-        """Observe the parameters of one more param group, but the frozen ones."""
-        names = group.get("param_names")
-        for index, param in enumerate(group["params"]):
-            _refuse_dtensor(param)
-            name = names[index] if names else f"param_{len(self._layouts)}"
-            self._layouts[param] = ShardLayout.whole(name, param.numel())
-        if group["gamma"] < 1.0:
-            trained = [param for param in group["params"] if param.requires_grad]
-            self._observed += trained
-            for param in trained:
-                self._handles.append(param.register_hook(_Hook(self, param)))
-                self._handles.append(param.register_post_accumulate_grad_hook(_AccumulatedHook(self)))
-            if self._moments is not None:
-                self._moments.extend(trained)
+        self._layouts: dict[Tensor, ShardLayout] = {}
         self._ranks_agree = False
 
+    def layout(self, tensor: Tensor) -> ShardLayout:
+        """Return the tensor as one layer; a DTensor that has taken a parameter's place in its group, too."""
+        if tensor not in self._layouts:
+            self._layouts[tensor] = ShardLayout.of(f"param_{len(self._layouts)}", tensor)
+        return self._layouts[tensor]
+
+    def _name_of(self, param: Tensor) -> str:
+        return self._layouts[param].layers[0].name
+
+    def agree(self, optimizer: torch.optim.Optimizer) -> None:
+        """Require, once and after ``add_param_group()``, that all ranks train the same. A collective.
+
+        Raises:
+            RuntimeError: on all ranks, saying in which parameters or arguments they differ.
+        """
+        if not self._ranks_agree and world.group() is not None:
+            remark = "torch's ZeroRedundancyOptimizer does not, and DeepSpeed ZeRO takes its place"
+            checks.require_agreement(checks.table_of_optimizer(optimizer, {}), remark)
+        self._ranks_agree = True
+
+    def has_bad(self, tensors: Sequence[Tensor]) -> bool:
+        """Return the verdict on all ranks' chunks and on what is in ``.grad``. A collective of all ranks."""
+        grads = [local(tensor.grad) for tensor in tensors if tensor.grad is not None]
+        return checks.any_rank_has_bad(self._norms, grads, world.group(), self.ranks.device or grads[0].device)
+
+    def bad_gradients(self) -> list[BadGradient]:
+        """Return the bad gradients of all ranks. A collective of all ranks."""
+        return checks.gather_bad(self._norms, self._name_of, world.group())
+
+    def skip_step(self, on_bad_gradient: Callable[[], FloatingPointError | None]) -> None:
+        """End the window here."""
+        error = on_bad_gradient()
+        self.after_step()
+        if error is not None:
+            raise error
+
+    def gradient(self, tensor: Tensor, moments: Moments | None) -> tuple[Tensor, Tensor | None]:
+        """Return what is in ``.grad``: the caller may have scaled or clipped it, and only the caller knows how."""
+        assert tensor.grad is not None
+        return local(tensor.grad), None
+
+    def grad_norm(self, tensors: Sequence[Tensor]) -> Tensor:
+        """Return the 2-norm of ``tensors``' gradients, which are the whole model; a collective for DTensors."""
+        norms = [
+            torch.linalg.vector_norm(local(tensor.grad), dtype=SUM_DTYPE)
+            for tensor in tensors
+            if tensor.grad is not None
+        ]
+        table = LayerTable([self.layout(tensor) for tensor in tensors], norms[0].device)
+        (squares,) = self.ranks.sum([(table, torch.stack(norms).square())])
+        return squares.sum().sqrt()
+
+    def drop(self) -> None:
+        """Forget the window's chunks with its gradients."""
+        self.after_step()
+
+
+class PlainObserver(GradientObserver):
+    """An adapter through hooks on the parameters themselves; a micro-batch ends with its backward pass.
+
+    With ``torch.distributed`` initialised, all its ranks are data-parallel replicas, as under DDP.
+
+    A chunk is one outermost backward pass that brought gradients, as they leave autograd: after every tensor hook.
+    Chunks are forgotten with the gradients that they made up: by ``step()``, by ``optimizer.zero_grad()``, and where
+    ``.grad`` is None or was set to zero since the last backward pass.
+
+    Args:
+        groups: the optimizer's param groups; those with ``gamma=1`` are not observed.
+    """
+
+    def __init__(self, groups: Sequence[dict[str, Any]]) -> None:
+        super().__init__()
+        self._handles: list[GradientHook | torch.utils.hooks.RemovableHandle] = []
+        self._moments: ReplicatedMoments | None = None
+        self._discards = Discards()
+        self.reload(groups)
+
+    def reload(self, groups: Sequence[dict[str, Any]]) -> bool:
+        """Observe the param groups that a checkpoint has brought, whose gamma may differ; always True."""
+        self.detach()
+        self._layouts = {}
+        self._observed: list[Tensor] = []
+        self._backward = -1
+        self._pass: Callable[[], Any] | None = None
+        self._unfinished: dict[int, set[Tensor]] = {}
+        self._ranks_agree = self._gradients_agree = self._layers_are_whole = False
+        for group in groups:
+            self.add_group(group)
+        return True
+
+    def add_group(self, group: dict[str, Any]) -> None:
+        """Observe the parameters of one more param group except for the frozen ones."""
+        names = group.get("param_names")
+        for index, param in enumerate(group["params"]):
+            name = names[index] if names else f"param_{len(self._layouts)}"
+            self._layouts[param] = ShardLayout.of(name, param)
+        if group["gamma"] < 1.0:
+            # The gradient of a DTensor has been reduced when it comes to the parameter: `attach` sees it before.
+            trained = [param for param in group["params"] if param.requires_grad and not is_dtensor(param)]
+            self._observed += trained
+            accumulated = weakref.WeakMethod(self.on_accumulated)  # a hook does not keep its observer alive
+
+            def on_accumulated(param: Tensor) -> None:
+                if (call := accumulated()) is not None:
+                    call(param)
+
+            for param in trained:
+                self._handles.append(GradientHook(param, self.on_gradient))
+                self._handles.append(param.register_post_accumulate_grad_hook(on_accumulated))
+            if self._moments is not None:
+                self._moments.extend(trained)
+        self._ranks_agree = self._layers_are_whole = False
+
     def detach(self) -> None:
-        """Take the hooks away."""
+        """Remove the hooks, and let go of the moments."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        self._moments = None
+        self._norms.clear()
+        self._discards.clear()
+
+    @property
+    def unused(self) -> bool:
+        """Return whether no window has ended."""
+        return self.window == 0
+
+    def require_whole_layers(self, optimizer: str, groups: Sequence[dict[str, Any]]) -> None:
+        """Require that the parameters are whole layers, once."""
+        if not self._layers_are_whole:
+            for group in groups:
+                checks.require_whole_layers(optimizer, group, stepping=True)
+            self._layers_are_whole = True
+
+    def only_makes_state(self, grads: Sequence[Tensor], *, rates_are_zero: bool) -> bool:
+        """Return whether a first step only makes the state, as ``torch.distributed.checkpoint`` primes an optimizer.
+
+        Its gradients are all zero, and no backward pass has brought them or every learning rate is zero.
+        """
+        observed = self._moments is not None and self._moments.any_chunks
+        return (rates_are_zero or not observed) and not any(bool(grad.count_nonzero()) for grad in grads)
 
     def _window(self) -> ReplicatedMoments:
-        """The moments of the window that is open."""
+        """Return the moments of the window that is open."""
         if self._moments is None:
             self._moments = ReplicatedMoments(self._observed, world.group(), norms=self._norms)
         return self._moments
 
     def on_gradient(self, param: Tensor, grad: Tensor) -> None:
-        """See a gradient of one parameter, before any reduction; torch.autograd.grad() may have asked for it."""
+        """Take a gradient of one parameter that autograd is about to accumulate, before any reduction."""
         if grad.layout is not torch.strided:
             raise ValueError("sparse gradients are not supported: build the embedding with sparse=False")
+        if not self._is_running():
+            self._forget_discarded()
         if param.grad is None:
             self._forget(param)
         self._expect_end()
-        self._arrived[param] = grad
+        # Autograd adds it to .grad or copies it there, since it is held here too.
+        self._window().add(param, grad, keep=True)
+        self._unfinished.setdefault(self._backward, set()).add(param)
 
     def _forget(self, param: Tensor) -> None:
-        """The gradient that this parameter's chunks made up was thrown away."""
-        self._window().restart(param)
+        """Forget the chunks of a parameter whose gradient was thrown away."""
+        self._window().drop(param)
         for params in self._unfinished.values():
             params.discard(param)
 
+    def _forget_discarded(self) -> None:
+        """Forget the chunks of gradients that were set to zero since the last backward pass."""
+        broken = [param for params in self._unfinished.values() for param in params]
+        for param in [*self._discards.found(), *zeros_among(broken)]:
+            self._forget(param)
+
     def on_accumulated(self, param: Tensor) -> None:
-        """Take the gradient of one parameter that arrived last: it is in ``.grad`` now, and so belongs to a chunk."""
-        grad = self._arrived.pop(param, None)
-        if grad is not None:
-            # It was added to .grad, or copied there. If it has become .grad itself, by somebody's hook, it can still
-            # change in this pass, and what changes it is not of this chunk.
-            is_grad = param.grad is not None and param.grad.data_ptr() == grad.data_ptr()
-            self._window().add(param, grad, keep=not is_grad)
-            self._unfinished.setdefault(self._backward, set()).add(param)
+        """Copy the last gradient where a hook has made ``.grad`` of the same memory."""
+        if param.grad is not None:
+            self._window().keep_apart(param, param.grad)
+
+    def _is_running(self) -> bool:
+        """Return whether an outermost backward pass runs: autograd drops its callbacks when the pass breaks off."""
+        return self._pass is not None and self._pass() is not None
 
     def _expect_end(self) -> None:
-        """Have the backward pass that is running call back at its end."""
+        """Have the running backward pass call back at its end."""
         backward = torch._C._current_graph_task_id()
         if self._backward != backward:
             self._backward = backward
-            torch.autograd.Variable._execution_engine.queue_callback(lambda: self._end_backward(backward))
+
+            def end() -> None:
+                self._end_backward(backward)
+
+            if not self._is_running():
+                self._pass = weakref.ref(end)
+            torch.autograd.Variable._execution_engine.queue_callback(end)
 
     def _end_backward(self, backward: int) -> None:
-        """A backward pass is over; the micro-batch is, too, unless the pass ran inside another one."""
+        """End a backward pass, and with it the micro-batch unless the pass ran inside another one."""
         self._unfinished.pop(backward, None)
         outer = torch._C._current_autograd_node()
         if outer is None:
-            self._arrived.clear()
+            self._pass = None
             self._window().end_micro_batch()
+            # DDP changes .grad in a callback of its own, which may have been queued after this one.
+            record = functools.partial(self._discards.record, self._observed)
+            torch.autograd.Variable._execution_engine.queue_callback(record)
             return
-        # A reentrant checkpoint ran it. The outer pass goes on where that one's node hands its gradient to.
+        # A reentrant checkpoint ran it. The outer pass resumes at the nodes that take this node's gradient.
         for node, _ in outer.next_functions:
             if node is not None:
                 node.register_prehook(lambda grads: self._expect_end())
 
-    def layout(self, tensor: Tensor) -> ShardLayout:
-        """The whole tensor as one layer."""
-        return self._layouts[tensor]
-
-    def agree(self, optimizer: VROptimizer) -> None:
-        """Once, and again after ``add_param_group()``: do the ranks train the same? A collective under DDP.
+    def agree(self, optimizer: torch.optim.Optimizer) -> None:
+        """Require that all ranks step; once, and after ``add_param_group()``, that they train the same. A collective.
 
         Raises:
-            RuntimeError: on all ranks, naming the parameters or arguments in which they differ.
+            RuntimeError: on all ranks that step, saying how many do not, or in which parameters or arguments they
+                differ.
         """
-        if not self._ranks_agree and world.group() is not None:
-            require_agreement(
-                table_of_optimizer(optimizer, {}),
-                "torch's ZeroRedundancyOptimizer does not, and DeepSpeed ZeRO takes its place",
+        if world.group() is not None and self._observed:
+            checks.require_everyone(self._observed[0].device)
+        super().agree(optimizer)
+
+    def announce(self, optimizer: str, k: int) -> None:
+        """Report k, layers and parameters on the first rank."""
+        if world.is_first():
+            ranks, numels = self._window().ranks, [param.numel() for param in self._layouts if param.requires_grad]
+            world.announce(
+                f"{optimizer}: k = {k} ({ranks} rank{'s' * (ranks > 1)} x {k // ranks} micro-batches) in the first "
+                f"step; {'DDP' if ranks > 1 else 'one process'}, GSNR through hooks; {len(numels)} layers, "
+                f"{sum(numels):,} parameters"
             )
-        self._ranks_agree = True
 
     def finish(self) -> int:
         """Merge the ranks' moments; a collective under DDP.
@@ -148,46 +284,25 @@ class PlainObserver:
             RuntimeError: on all ranks, where they differ in their parameters, chunks or gradients.
         """
         if not self._observed:
-            return 0
+            raise _unobserved("the parameters")
         moments = self._window()
         for param in self._observed:
             if param.grad is None:
                 self._forget(param)
-        self._refuse_broken_pass()
+        if held := set().union(*self._unfinished.values()):
+            raise RuntimeError(
+                f"a backward pass of this window broke off (an exception, such as running out of memory), and .grad of "
+                f"{len(held)} parameters, '{self._name_of(next(iter(held)))}' among them, holds a part of it. Call "
+                "optimizer.zero_grad() where you catch the exception, and begin the window again."
+            )
         k = moments.finish()
         if moments.ranks > 1 and not self._gradients_agree:
             self._check_gradients()
             self._gradients_agree = True
         return k
 
-    def _refuse_broken_pass(self) -> None:
-        held = {param for params in self._unfinished.values() for param in params}
-        if held:
-            name = self._layouts[next(iter(held))].layers[0].name
-            raise RuntimeError(
-                f"a backward pass of this window broke off (an exception, such as running out of memory), and .grad of "
-                f"{len(held)} parameters, '{name}' among them, holds a part of it. Call optimizer.zero_grad() where "
-                "you catch the exception, and begin the window again."
-            )
-
-    def has_bad(self, tensors: Sequence[Tensor]) -> bool:
-        """Of any rank's chunks, or of what is in ``.grad``."""
-        grads = [tensor.grad for tensor in tensors if tensor.grad is not None]
-        return any_rank_has_bad(self._norms, grads, world.group(), grads[0].device)
-
-    def bad_gradients(self) -> list[BadGradient]:
-        """Of all ranks."""
-        return gather_bad(self._norms, lambda param: self._layouts[param].layers[0].name, world.group())
-
-    def skip_step(self, on_bad_gradient: Callable[[], FloatingPointError | None]) -> None:
-        """The window ends here."""
-        error = on_bad_gradient()
-        self.after_step()
-        if error is not None:
-            raise error
-
     def _check_gradients(self) -> None:
-        """Once: do the ranks hold the same gradient?"""
+        """Require, once, that the ranks hold the same gradient."""
         grads = [param.grad.flatten() for param in self._observed if param.grad is not None]
         sums = torch.stack([grad.sum(dtype=SUM_DTYPE) for grad in grads]).sum()
         size = torch.stack([torch.linalg.vector_norm(grad, 1, dtype=SUM_DTYPE) for grad in grads]).sum()
@@ -196,87 +311,32 @@ class PlainObserver:
         largest, minus_smallest, most = extremes.tolist()
         if largest + minus_smallest > SAME_GRADIENT * most:
             raise RuntimeError(
-                "the ranks hold different gradients, so what step() is handed is not the mean of the chunks. Under "
+                "the ranks hold different gradients, so what step() is given is not the mean of the chunks. Under "
                 "torch.distributed the model must be wrapped in DistributedDataParallel or a DeepSpeed engine."
             )
 
     def moments(self, tensor: Tensor) -> Moments:
-        """Over all chunks of the window, flat.
-
-        Raises:
-            RuntimeError: the parameter was frozen when the optimizer was given it.
-        """
+        """Return the moments over all chunks of the window, flat; RuntimeError for a parameter that was frozen."""
         try:
             return self._window().moments(tensor)
         except KeyError:
-            raise RuntimeError(
-                f"'{self._layouts[tensor].layers[0].name}' was frozen when the optimizer was given it, so its chunks "
-                "were not observed: unfreeze parameters before you make the optimizer, or before add_param_group()."
-            ) from None
-
-    def gradient(self, tensor: Tensor, moments: Moments | None) -> tuple[Tensor, Tensor | None]:
-        """What is in ``.grad``: the caller may have scaled or clipped it, and only the caller knows how."""
-        assert tensor.grad is not None
-        return tensor.grad, None
+            raise _unobserved(f"'{self._name_of(tensor)}'") from None
 
     def unit(self, k: int) -> float:
-        """The micro-batches of one rank: the loss of each is taken to be divided by them.
-
-        A loss scale is the caller's business, and not known here.
-        """
+        """Return the number of micro-batches of one rank: each loss counts as divided by it, and by no loss scale."""
         return k / self._window().ranks
 
-    def grad_norm(self, tensors: Sequence[Tensor]) -> Tensor:
-        """2-norm over ``tensors``' gradients, which are the whole model here."""
-        return norm_of_gradients(tensors, tensors[0].device)
-
     def after_step(self) -> None:
-        """The window ends with the step."""
+        """End the window with the step."""
         self.window += 1
         self._unfinished.clear()
+        self._discards.clear()
         if self._moments is not None:
             self._moments.reset()
 
 
-def norm_of_gradients(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
-    """2-norm over the gradients of ``tensors``, a scalar on ``device``, where they are; 0 of none."""
-    norms = [torch.linalg.vector_norm(tensor.grad, dtype=SUM_DTYPE) for tensor in tensors if tensor.grad is not None]
-    none = torch.zeros((), dtype=SUM_DTYPE, device=device)
-    norm: Tensor = torch.linalg.vector_norm(torch.stack([none, *norms]))
-    return norm
-
-
-class _Hook:
-    """A tensor hook that does not keep its observer alive: an optimizer that is dropped stops observing."""
-
-    def __init__(self, observer: PlainObserver, param: Tensor) -> None:
-        self._observer = weakref.ref(observer)
-        self._param = weakref.ref(param)
-
-    def __call__(self, grad: Tensor) -> None:
-        observer, param = self._observer(), self._param()
-        if observer is not None and param is not None:
-            observer.on_gradient(param, grad)
-
-
-class _AccumulatedHook:
-    """A hook behind the accumulation into ``.grad``, which does not keep its observer alive either."""
-
-    def __init__(self, observer: PlainObserver) -> None:
-        self._observer = weakref.ref(observer)
-
-    def __call__(self, param: Tensor) -> None:
-        observer = self._observer()
-        if observer is not None:
-            observer.on_accumulated(param)
-
-
-def _refuse_dtensor(param: Tensor) -> None:
-    if torch.distributed.is_available():
-        from torch.distributed.tensor import DTensor
-
-        if isinstance(param, DTensor):
-            raise ValueError(
-                "parameters that are DTensors (FSDP2, tensor parallelism) are not supported: their whole-layer sums "
-                "would be silently local. Use DistributedDataParallel, or DeepSpeed ZeRO stage 0 to 3."
-            )
+def _unobserved(what: str) -> RuntimeError:
+    return RuntimeError(
+        f"the chunks of {what} were not observed: frozen when the optimizer was made. Unfreeze parameters before you "
+        "make the optimizer, or before add_param_group()."
+    )

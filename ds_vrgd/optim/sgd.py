@@ -1,49 +1,86 @@
-"""VR-SGD and VR-Momentum: the ratio in front of ``torch.optim.SGD``'s own step."""
+"""SGD with momentum as a pure function; VR-SGD and VR-Momentum: the ratio in front of it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any, Literal
 
-from torch.optim.sgd import sgd
+import torch
+from torch import Tensor
+from torch.optim.optimizer import ParamsT
+from torch.optim.sgd import sgd as torch_sgd
 
-from ds_vrgd.moments import LayerTable
-from ds_vrgd.optim.base import VROptimizer
-from ds_vrgd.optim.shards import Shard, by_group
-
-if TYPE_CHECKING:
-    from types import ModuleType
-
-    from ds_vrgd.kernels.records import Source
+from ds_vrgd.kernels.records import MomentumState
+from ds_vrgd.optim.observer import Shard, by_group
+from ds_vrgd.optim.optimizer import VROptimizer
+from ds_vrgd.optim.options import documented, passed
+from ds_vrgd.optim.passes import KernelCall, Piece
 
 
+def sgd(
+    weights: Tensor,
+    gradient: Tensor,
+    buffer: Tensor | None,
+    *,
+    lr: float,
+    momentum: float,
+    nesterov: bool,
+    weight_decay: float,
+    trust: Tensor | float | None = None,
+    out: Tensor | None = None,
+) -> None:
+    """Update weights and momentum buffer by SGD, in place: the rule of ``torch.optim.SGD``, and that of LARS.
+
+    ::
+
+        d = trust (g + weight_decay w)
+        b = momentum b + d
+        w = w - lr b                        Nesterov: w = w - lr (d + momentum b)
+
+    Args:
+        weights, gradient: ``w`` and ``g``, of any one shape.
+        buffer: ``b``, of that shape; None for none, and then ``w = w - lr d``.
+        lr, momentum, nesterov, weight_decay: the group's.
+        trust: LARS' trust ratio of the layer, a scalar; None for 1.
+        out: memory for ``d``, like ``w``; None for new memory.
+    """
+    step = torch.add(gradient, weights, alpha=weight_decay, out=out) if weight_decay else gradient
+    if trust is not None:
+        step = torch.mul(step, trust, out=out)
+    if buffer is not None:
+        buffer.mul_(momentum).add_(step)
+        step = torch.add(step, buffer, alpha=momentum, out=out) if nesterov else buffer
+    weights.sub_(step, alpha=lr)
+
+
+def sgd_of_piece(piece: Piece, buffer: Tensor | None, trust: Tensor | float | None = None) -> None:
+    """Update a piece by :func:`sgd`, given its momentum buffer and the trust ratio of its layer."""
+    arguments = {key: piece.shard.group[key] for key in ("lr", "momentum", "nesterov", "weight_decay")}
+    sgd(piece.weights, piece.gradient(), buffer, trust=trust, out=piece.scratch[1], **arguments)
+
+
+def momentum_state(shard: Shard, trust: Tensor | None = None) -> MomentumState:
+    """Return what the kernels of SGD and LARS read of a shard, given ``(layers,)`` trust ratios."""
+    group, momentum = shard.group, float(shard.group["momentum"])
+    return MomentumState(
+        shard.tensor, shard.state.get("momentum_buffer"), trust, float(group["lr"]), float(group["weight_decay"]),
+        momentum, momentum if group["nesterov"] else None,
+    )  # fmt: skip
+
+
+@documented
 class VRSGD(VROptimizer):
     """SGD on the variance-reduced gradient, ``theta -= lr * r * gbar`` (equation 10).
 
-    Args:
-        params: parameters, or param groups that may override every argument.
-        lr: learning rate.
-        momentum: decay of the momentum buffer, in [0, 1); the buffer takes ``r * gbar``.
-        nesterov: look ahead, as ``torch.optim.SGD`` does; needs a momentum.
-        weight_decay: L2 coefficient; ``weight_decay * w`` is added to ``r * gbar``.
-        gamma: floor of the ratio, in (0, 1] (equation 9); 1 is ``torch.optim.SGD``, bitwise.
-        gsnr_eps: floor of the variance relative to the squared mean.
-        reduction: what becomes of DeepSpeed's own reduction of gradients at ZeRO stages 1 to 3. "fused" replaces it,
-            "observe" looks on beside it, "auto" replaces it wherever that is exact.
-        ranks_per_node: so many consecutive ranks exchange gradients, and only moments travel between such groups. None
-            to go by the launcher.
-        nonfinite: what to do about a window with a NaN or an infinity in a chunk: "skip" leaves the step out, "error"
-            raises FloatingPointError before any weight is updated. Layer, rank and micro-batch are named either way.
-
-    Raises:
-        ValueError: an argument out of its range, or ``nesterov`` without momentum.
+    The momentum buffer takes ``r * gbar + weight_decay * w``. At ``gamma=1`` this is ``torch.optim.SGD``, bitwise; a
+    ``nesterov`` without momentum is refused, too.
 
     Source: the VRGD paper, algorithm 1.
     """
 
     def __init__(
         self,
-        params: Iterable[Any],
+        params: ParamsT,
         lr: float = 1e-3,
         *,
         momentum: float = 0.0,
@@ -51,71 +88,56 @@ class VRSGD(VROptimizer):
         weight_decay: float = 0.0,
         gamma: float = 0.1,
         gsnr_eps: float = 1e-6,
-        reduction: str = "auto",
+        reduction: Literal["auto", "fused", "observe"] = "auto",
         ranks_per_node: int | None = None,
-        nonfinite: str = "skip",
-        **unknown: Any,
+        nonfinite: Literal["skip", "error"] = "skip",
     ) -> None:
-        super().__init__(
-            params,
-            {
-                "lr": lr,
-                "momentum": momentum,
-                "nesterov": nesterov,
-                "weight_decay": weight_decay,
-                "gamma": gamma,
-                "gsnr_eps": gsnr_eps,
-            },
-            unknown,
-            reduction=reduction,
-            ranks_per_node=ranks_per_node,
-            nonfinite=nonfinite,
-        )
+        super().__init__(**passed(locals()))
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As in torch; a group that wants Nesterov without momentum is refused."""
+        """Add a group as torch does, and refuse one with Nesterov and without momentum."""
         merged = self.defaults | param_group
         if merged["nesterov"] is True and merged["momentum"] == 0.0:
             raise ValueError("nesterov=True needs momentum > 0, and momentum is 0")
         super().add_param_group(param_group)
 
     def state_keys(self, group: dict[str, Any]) -> tuple[str, ...]:
-        """The momentum buffer, where there is momentum."""
+        """Return the key of the momentum buffer, if there is momentum."""
         return ("momentum_buffer",) if group["momentum"] else ()
 
-    def _update(self, shards: Sequence[Shard]) -> None:
+    def _update_piece(self, piece: Piece, trust: Tensor | float | None) -> None:
+        sgd_of_piece(piece, piece.state("momentum_buffer") if piece.shard.group["momentum"] else None)
+
+    def _updating_kernel(self, shard: Shard, trust: Tensor | None) -> KernelCall:
+        return KernelCall("momentum_step", momentum_state(shard))
+
+    def _update_as_torch(self, shards: Sequence[Shard]) -> None:
         for members in by_group(shards):
             group = members[0].group
-            sgd(
-                [shard.tensor for shard in members],
-                [shard.grad for shard in members],
-                [shard.state.get("momentum_buffer") for shard in members],
-                has_sparse_grad=False,
-                foreach=None,
-                weight_decay=group["weight_decay"],
-                momentum=group["momentum"],
-                lr=group["lr"],
-                dampening=0.0,
-                nesterov=group["nesterov"],
-                maximize=False,
-            )
-
-    def _kernel_update(
-        self, room: ModuleType, shards: Sequence[Shard], table: LayerTable, sources: Sequence[Source]
-    ) -> None:
-        partials = room.empty_partials(table.blocks, 2)
-        for index, (shard, source) in enumerate(zip(shards, sources, strict=True)):
-            group = shard.group
-            room.momentum_step(
-                table.blocks, index, source, shard.tensor, shard.state.get("momentum_buffer"), lr=float(group["lr"]),
-                decay=float(group["weight_decay"]), momentum=float(group["momentum"]), nesterov=group["nesterov"],
-                partials=partials,
+            torch_sgd(
+                [shard.tensor for shard in members], [shard.grad for shard in members],
+                [shard.state.get("momentum_buffer") for shard in members], has_sparse_grad=False, foreach=None,
+                weight_decay=group["weight_decay"], momentum=group["momentum"], lr=group["lr"], dampening=0.0,
+                nesterov=group["nesterov"], maximize=False,
             )  # fmt: skip
-        self._counts = list(room.sum_blocks(table.blocks, partials))
 
 
+@documented
 class VRMomentum(VRSGD):
-    """:class:`VRSGD` with a momentum of 0.9 unless told otherwise."""
+    """SGD with momentum on the variance-reduced gradient: :class:`VRSGD` with a momentum of 0.9 by default."""
 
-    def __init__(self, params: Iterable[Any], lr: float = 1e-3, *, momentum: float = 0.9, **arguments: Any) -> None:
-        super().__init__(params, lr, momentum=momentum, **arguments)
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float = 1e-3,
+        *,
+        momentum: float = 0.9,
+        nesterov: bool = False,
+        weight_decay: float = 0.0,
+        gamma: float = 0.1,
+        gsnr_eps: float = 1e-6,
+        reduction: Literal["auto", "fused", "observe"] = "auto",
+        ranks_per_node: int | None = None,
+        nonfinite: Literal["skip", "error"] = "skip",
+    ) -> None:
+        super().__init__(**passed(locals()))

@@ -1,4 +1,4 @@
-"""Trust ratios of whole layers, as LARS and LAMB have them."""
+"""Trust ratios of whole layers, as in LARS and LAMB."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ds_vrgd.moments import LayerTable, ShardLayout
-from ds_vrgd.optim.shards import Shard
+from ds_vrgd.moments import LayerTable
+from ds_vrgd.optim.observer import Shard
 
 
 def of_layers(
@@ -19,12 +19,13 @@ def of_layers(
     norms: Sequence[Tensor],
     of_group: Callable[[dict[str, Any], Tensor, Tensor], Tensor],
 ) -> Tensor:
-    """A number for every layer by its param group, those of neighbouring shards at once: a model may have hundreds.
+    """Return a number for every layer by its param group. Neighbouring shards of a group are computed at once.
 
     Args:
-        shards: with ``table``, their layers.
+        shards: the shards of a call.
+        table: their layers.
         norms: two columns, ``(L,)``, norms of each layer.
-        of_group: from a param group and the part of both columns that is its layers' to a column as long.
+        of_group: the number of each layer, given a param group and the two norms of its layers.
 
     Returns:
         ``(L,)``, of the norms' dtype.
@@ -39,20 +40,14 @@ def of_layers(
 
 
 def trust_ratio(numerator: Tensor, denominator: Tensor, nonzero: Tensor, group: dict[str, Any]) -> Tensor:
-    """``numerator / denominator`` of every layer, 1 where not ``nonzero``, confined to the group's ``trust_clip``.
+    """Return ``numerator / denominator`` of every layer, 1 where not ``nonzero``, confined to ``trust_clip``.
 
     Args:
         numerator, denominator, nonzero: ``(layers,)``.
-        group: param group; where its ``adapt`` is false the ratio is 1, whatever ``trust_clip`` says.
+        group: param group with ``trust_clip`` and ``adapt``; without ``adapt`` the ratio is 1, whatever the clip.
     """
     one = torch.ones_like(numerator)
     if not group["adapt"]:
         return one
     ratio = torch.where(nonzero, numerator / torch.where(nonzero, denominator, one), one)
     return ratio if group["trust_clip"] is None else ratio.clamp(*group["trust_clip"])
-
-
-def over_shard(layout: ShardLayout, values: Tensor, tensor: Tensor) -> Tensor:
-    """One value a layer, laid over a shard's elements: broadcastable to ``tensor``, and of its dtype."""
-    spread = layout.spread(values.to(tensor.dtype))
-    return spread.view_as(tensor) if spread.numel() == tensor.numel() else spread

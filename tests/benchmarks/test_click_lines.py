@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 from benchmarks.click_lines import measure
-from tests.clicks.cases import write_files
+from tests.recipes.clicks.cases import write_files
 
 
 def test_every_line_is_read_and_prepared_each_time(tmp_path: Path) -> None:

@@ -110,7 +110,7 @@ def test_a_run_gives_the_links() -> None:
 
 
 def test_the_page_is_what_the_model_says(tmp_path: Path) -> None:
-    """Without a measurement; with one, the page says from which run it is."""
+    """The page without a measurement; with one, it names the run."""
     page = tmp_path / "SCALING.md"
     text = (model.DOCS / "SCALING.md").read_text()
     page.write_text(text)

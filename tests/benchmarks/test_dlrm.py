@@ -10,9 +10,11 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.evidence import dlrm
-from ds_vrgd.clicks.prepared import WORDS
 from ds_vrgd.doctor import reference
+from ds_vrgd_recipes.clicks.prepared import WORDS
+from evidence import dlrm
+
+pytestmark = pytest.mark.slow
 
 SIZES = [40, *[4] * 25]
 SMALLEST = replace(dlrm.settings("small")[0], batch=64, chunks=8, embedding_dim=4, bottom_mlp=(16, 4), top_mlp=(16,))

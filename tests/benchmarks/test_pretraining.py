@@ -12,9 +12,11 @@ import yaml
 from benchmarks import report
 from benchmarks.pretraining_table import lines
 from benchmarks.record import read_runs
-from ds_vrgd.bert.prepare import prepare
-from ds_vrgd.bert.runfile import RunFile
-from tests.bert.cases import corpus_text, run_settings
+from ds_vrgd_recipes.bert.prepare import prepare
+from ds_vrgd_recipes.bert.runfile import RunFile
+from tests.recipes.bert.cases import corpus_text, run_settings
+
+pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
 

@@ -1,10 +1,11 @@
-"""The shell entries that need a cluster, with stand-ins for its commands, which write down how they were called."""
+"""The shell entries that need a cluster, with stand-ins that record how its commands were called."""
 
 from __future__ import annotations
 
 import os
 import runpy
 import subprocess
+import time
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -13,11 +14,12 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 MPI, SLURM = ROOT / "docker" / "mpi.sh", ROOT / "scripts" / "slurm_container.sbatch"
+HEALTH = ROOT / "docker" / "health.sh"
 
 
 @dataclass
 class Cluster:
-    """Commands in a folder, and what was asked of them."""
+    """Commands in a folder, and the calls of them."""
 
     folder: Path
 
@@ -64,6 +66,34 @@ def test_mpi_checks_the_nodes_and_trains(cluster: Cluster) -> None:
     assert cluster.run(MPI, "train.py", **where) == 2  # no output
 
 
+def test_health_is_that_of_the_run(tmp_path: Path) -> None:
+    """A run that logs, or has just started, is healthy; one that has been silent for an hour is not."""
+    output = tmp_path / "run"
+    output.mkdir()
+    note, log = tmp_path / f"ds_vrgd-output-{os.getuid()}", output / "log.jsonl"
+
+    def unhealthy(**variables: str) -> str:
+        environment = {"PATH": "/usr/bin:/bin", "TMPDIR": str(tmp_path), **variables}
+        done = subprocess.run([HEALTH], env=environment, capture_output=True, text=True, check=False)
+        assert done.returncode == bool(done.stderr)
+        return done.stderr
+
+    assert unhealthy() == ""  # no run
+    note.write_text(f"{output}\n", encoding="utf-8")
+    log.touch()
+    past = time.time() - 2 * 3600
+    os.utime(log, (past, past))
+    assert unhealthy() == ""  # started again just now
+    os.utime(note, (past, past))
+    assert f"no update was logged in {log} for 60 minutes" in unhealthy()
+    assert unhealthy(DS_VRGD_STALL_MINUTES="180") == ""
+    log.write_text("{}\n", encoding="utf-8")
+    assert unhealthy() == ""
+    os.utime(log, (past, past))
+    (output / "result.json").touch()
+    assert unhealthy() == ""
+
+
 def test_slurm_queues_again_until_the_run_is_finished(cluster: Cluster) -> None:
     command = ("bash", SLURM, "image.sif", "/shared", "train.py", "--run=r.yaml", f"--output={cluster.folder}")
     assert cluster.run(*command, SLURM_JOB_ID="7") == 0
@@ -97,7 +127,7 @@ def test_slurm_leaves_a_failed_job_where_it_is(cluster: Cluster) -> None:
 
 
 def test_what_the_base_has_stays() -> None:
-    """A base image has its own torch; what it does not have is what the tests ran with."""
+    """A base image keeps its own torch; its other packages are those that the tests ran with."""
     constraints = runpy.run_path(str(ROOT / "docker" / "constraints.py"))["constraints"]
     lines = ["# extra: bert", "torch==1.0  # as tested", "", 'no-such-package==2.0; python_version >= "3.11"']
     torch, other, *with_torch = constraints(lines)

@@ -13,13 +13,14 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 from deepspeed.launcher import runner
 from torch.distributed.run import get_args_parser
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = ["README.md", "CONTRIBUTING.md", "SECURITY.md", "docker/README.md"]
+PAGES = ["README.md", "CONTRIBUTING.md", "SECURITY.md", "docker/README.md", "recipes/README.md"]
 PAGES += [f"docs/{page.name}" for page in sorted((ROOT / "docs").glob("*.md"))]
 BLOCK = re.compile(r"^```(?:sh|bash|shell|console)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 # docs/CLUSTERS.md writes this word for the command that it gives first.
@@ -27,7 +28,10 @@ RUN = (
     "scripts/pretrain_bert.py --deepspeed_config configs/ds_vrgd.json --run configs/bert-large/32k.yaml "
     "--output /shared/bert-large --resume auto"
 )
-FOLDERS = ("configs/", "scripts/", "docker/", "tests/", "examples/", "benchmarks/", "constraints/", ".ci/")
+FOLDERS = (
+    *("configs/", "scripts/", "docker/", "tests/", "examples/", "benchmarks/", "evidence/", "recipes/"),
+    *("constraints/", ".ci/"),
+)
 
 
 @dataclass(frozen=True)
@@ -77,13 +81,15 @@ class Parsed(Exception):
 @contextlib.contextmanager
 def only_parsing() -> Iterator[None]:
     """Programs end where they have parsed their arguments."""
-    parse = argparse.ArgumentParser.parse_args
+    with contextlib.ExitStack() as patches:
+        for name in ("parse_args", "parse_intermixed_args"):
+            parse = getattr(argparse.ArgumentParser, name)
 
-    def parse_and_end(parser: argparse.ArgumentParser, *arguments: object, **named: object) -> None:
-        parse(parser, *arguments, **named)  # type: ignore[arg-type]
-        raise Parsed
+            def parse_and_end(parser: argparse.ArgumentParser, *arguments: Any, parse: Any = parse) -> None:
+                parse(parser, *arguments)
+                raise Parsed
 
-    with mock.patch.object(argparse.ArgumentParser, "parse_args", parse_and_end):
+            patches.enter_context(mock.patch.object(argparse.ArgumentParser, name, parse_and_end))
         yield
 
 
@@ -120,8 +126,8 @@ def check_arguments(words: Sequence[str]) -> None:
             parse_program(arguments[1], arguments[2:], module=True)
         else:
             parse_program(arguments[0], arguments[1:])
-    elif program == "ds-vrgd":
-        parse_program("ds_vrgd.cli", arguments, module=True)
+    elif program in ("ds-vrgd", "ds-vrgd-recipes"):
+        parse_program(f"{program.replace('-', '_')}.cli", arguments, module=True)
     elif program == "deepspeed":
         parsed = runner.parse_args(arguments)
         parse_program(parsed.user_script, parsed.user_args, module=parsed.module)

@@ -10,14 +10,15 @@ from pathlib import Path
 
 import pytest
 
-from ds_vrgd.cli.main import main
+from ds_vrgd_cli import main
+from ds_vrgd_recipes.cli import main as recipes
 from tests.docs.commands import ROOT, Command, all_commands, check_arguments, commands_of
 
 # Commands that run as they stand: at once, or in a copy of the repository, for they write.
-AT_ONCE = ("ds-vrgd plan",)
+AT_ONCE = ("ds-vrgd plan", "ds-vrgd-recipes plan")
 IN_A_COPY = (
     "ds-vrgd doctor --deepspeed_config configs/ds_vrgd.json",
-    "python -m benchmarks.evidence report",
+    "python -m evidence report",
     "python -m benchmarks.model",
 )
 
@@ -25,42 +26,51 @@ IN_A_COPY = (
 CLUSTER = "needs several nodes, or their scheduler; tests/clusters runs it with stand-ins"
 DOCKER = "needs Docker"
 SUITE = "is what runs this test, or a part of it"
-PAID = "takes GPUs and days; tests/bert/test_scripts.py and tests/clusters start the same program on a small run"
+PAID = (
+    "takes GPUs and days; tests/recipes/bert/test_scripts.py and tests/clusters start the same program on a small run"
+)
 NOT_RUN = {
-    "make demo": "takes minutes, and packages from a registry; tests/bert trains the same in small",
+    "make demo": "takes minutes, and packages from a registry; tests/recipes/bert trains the same in small",
     "make test": SUITE,
+    "make test-slow": SUITE,
     "make test-full": SUITE,
     "make lint": "CI runs it before the tests",
     "make package": "CI runs it before the tests",
     "make package-full": "installs all dependencies anew: minutes, gigabytes",
     "make format": "rewrites the working tree",
+    "pip install": "installs from an index; make package installs the wheels that are built here",
     "make docs": "installs the site's tools; test_pages.py gathers its pages",
     "make venv": "installs an environment: every target does",
+    "python -m http.server": "serves until it is stopped",
+    "make release-check": "fails until the addresses are filled in; test_release.py runs its script",
     "make results": "needs a GPU; tests/benchmarks runs the parts",
     "make results-small": "takes minutes; tests/benchmarks runs the parts",
     ".ci/run": SUITE,
     "deepspeed scripts/pretrain_bert.py": PAID,
     "deepspeed --hostfile": CLUSTER,
-    "deepspeed scripts/train_resnet.py": "takes minutes and a data set; tests/vision trains the same in small",
-    "deepspeed --num_gpus 2 scripts/train_dlrm.py": "takes minutes and a data set; tests/clicks has the same in small",
+    "deepspeed scripts/train_resnet.py": "takes minutes and a data set; tests/recipes/vision trains the same in small",
+    "deepspeed --num_gpus 2 scripts/train_dlrm.py": "takes minutes and data; tests/recipes/clicks has it in small",
     "torchrun": CLUSTER,
     "sbatch": CLUSTER,
     "kubectl": CLUSTER,
     "docker": DOCKER,
     "scripts/launch_local.sh": PAID,
     "scripts/pretrain_bert.py": PAID,
-    "ds-vrgd plot": "draws a run of minutes; tests/training/test_plot.py draws a log",
-    "ds-vrgd suggest": "reads a run of minutes; tests/training/test_suggest.py reads a log",
+    "ds-vrgd plot": "draws a run of minutes; tests/recipes/run/test_plot.py draws a log",
+    "ds-vrgd suggest": "reads a run of minutes; tests/recipes/run/test_suggest.py reads a log",
     "ds-vrgd to-universal": "needs a checkpoint; tests/cli/test_to_universal.py makes one",
-    "python scripts/prepare_bert_data.py": "names a reader's corpus; tests/bert/test_prepare_main.py has its own",
-    "python scripts/finetune_squad.py": "needs a model and questions; tests/bert/squad makes both",
-    "python scripts/make_cloze_squad.py": "takes minutes, and packages; tests/bert/squad makes it of a text",
+    "python scripts/prepare_bert_data.py": "names a reader's corpus; tests/recipes/bert/test_prepare_main.py has one",
+    "ds-vrgd-recipes prepare-bert-data": "needs the hub; tests/recipes/bert/test_wikipedia_books.py has a stand-in",
+    "python scripts/finetune_glue.py": "needs a model and a task; tests/recipes/bert/test_glue.py makes both",
+    "python scripts/finetune_squad.py": "needs a model and questions; tests/recipes/bert/squad makes both",
+    "python scripts/make_cloze_squad.py": "takes minutes, and packages; tests/recipes/bert/squad makes it of a text",
     "python scripts/compatibility.py": "installs other releases: minutes each",
     "python -m benchmarks --ranks": "takes GPUs; tests/benchmarks runs it on a tiny model",
     "python -m benchmarks.report results": "writes what the command above it has measured",
     "python -m benchmarks.model results": "writes what another command has measured",
-    "python -m benchmarks.evidence bert": "takes a GPU; tests/benchmarks/test_evidence_bert.py runs a toy",
+    "python -m evidence bert": "takes a GPU; tests/evidence/test_bert.py runs a toy",
     "python -m benchmarks.click_lines": "takes a minute, and a package; tests/benchmarks/test_click_lines.py has lines",
+    "python -m benchmarks.checks": "takes GPUs; tests/benchmarks/test_checks.py has its parts",
     "python -m benchmarks.cpu_update": "takes minutes; tests/benchmarks/test_cpu_update.py runs it on a tiny model",
 }
 COMMANDS = all_commands()
@@ -112,7 +122,8 @@ def test_every_entry_has_its_command() -> None:
 @pytest.mark.parametrize("command", of(COMMANDS, AT_ONCE), ids=str)
 def test_it_runs(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
-    assert main(command.words[1:]) == 0
+    program = {"ds-vrgd": main, "ds-vrgd-recipes": recipes.main}[command.words[0]]
+    assert program(command.words[1:]) == 0
 
 
 @pytest.mark.slow  # the doctor trains two ranks
@@ -123,8 +134,8 @@ def test_it_runs_in_a_copy(text: str, tmp_path: Path) -> None:
     (command,) = {str(c): c for c in COMMANDS if str(c) == text}.values()
     words = list(command.words)
     words[:1] = [sys.executable] if words[0] == "python" else [sys.executable, "-m", "ds_vrgd.cli"]
-    environment = {**os.environ, "PYTHONPATH": str(copy), "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
-    environment |= dict(command.environment)
+    environment = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", **dict(command.environment)}
+    environment["PYTHONPATH"] = f"{copy}:{copy / 'recipes'}"
     done = subprocess.run(words, cwd=copy, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
 

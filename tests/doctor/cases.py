@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 
 class Regression(nn.Module):
-    """Takes keyword arguments, drops out, and returns something with ``.loss``."""
+    """A model that takes keyword arguments, drops out, and returns an object with ``.loss``."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -29,4 +29,4 @@ def make_regression() -> tuple[nn.Module, Any]:
 
 
 def make_nothing() -> None:
-    """What is no model."""
+    """Return no model."""

@@ -35,7 +35,7 @@ def test_loss_is_found_for_every_form_of_batch_and_output() -> None:
         loss_of(lambda a: (a,), two)
 
 
-def test_difference_is_of_the_whole_gradient_and_infinite_where_it_cannot_be_told() -> None:
+def test_difference_is_of_the_whole_gradient_and_infinite_otherwise() -> None:
     one = {"w": torch.tensor([3.0, 4.0]), "b": torch.tensor([0.0])}
     other = {"w": torch.tensor([3.0, 4.0]), "b": torch.tensor([0.5])}
     assert difference([one], [one]) == 0

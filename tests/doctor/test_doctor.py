@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -12,13 +13,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from ds_vrgd.cli.main import main
-from ds_vrgd.doctor.examine import EXACT, NOT_EXACT, REFUSED, Outcome, examine
 from ds_vrgd.doctor.model import TinyTransformer
+from ds_vrgd.doctor.report import EXACT, NOT_EXACT, REFUSED, Outcome
 from ds_vrgd.doctor.settings import prepare
+from ds_vrgd.doctor.trial import examine
+from ds_vrgd.engines.deepspeed.configs import read_config
+from ds_vrgd.engines.deepspeed.held import GradientScale
 from ds_vrgd.moments.buckets import ALIGNMENT
-from ds_vrgd.zero.configs import read_config
-from ds_vrgd.zero.scale import GradientScale
+from ds_vrgd_cli import main
 from tests.support.ranks import run_on_ranks
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -41,6 +43,22 @@ CASES: dict[str, tuple[dict[str, Any], str | None]] = {
     ),
     "LAMB, fp16": (
         {"optimizer": {"type": "LAMB", "params": {"lr": 4e-3}}, "fp16": {"enabled": True, "initial_scale_power": 24}},
+        None,
+    ),
+    # DeepSpeed keeps the gradient of a layer that the first micro-batch of a window does not use.
+    "LAMB, stage 3": ({"optimizer": {"type": "LAMB", "params": {"lr": 4e-3}}, "zero_optimization": {"stage": 3}}, None),
+    "LAMB, stage 2, offload": (
+        {
+            "optimizer": {"type": "LAMB", "params": {"lr": 4e-3}},
+            "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}},
+        },
+        None,
+    ),
+    "observe, stage 3": (
+        {
+            "optimizer": {"type": "VRLARS", "params": {"lr": 1.0, "trust_coefficient": 0.02, "reduction": "observe"}},
+            "zero_optimization": {"stage": 3},
+        },
         None,
     ),
     "warm-up": (
@@ -115,12 +133,17 @@ def test_shipped_baseline_has_nothing_to_check() -> None:
         ("own model", "DeepSpeedZeroOptimizer", 'fused: reduction="auto"'),
     ],
 )
-def test_exact_configuration_is_told_with_wrapper_and_mode(
+def test_exact_configuration_is_reported_with_wrapper_and_mode(
     outcomes: dict[str, Outcome], name: str, wrapper: str, mode: str
 ) -> None:
     assert outcomes[name].status == EXACT, outcomes[name].rows
     assert row(outcomes[name], "wrapper") == wrapper
     assert row(outcomes[name], "mode").startswith(mode)
+
+
+@pytest.mark.parametrize("name", ["LAMB, stage 3", "LAMB, stage 2, offload", "observe, stage 3"])
+def test_layer_without_a_gradient_in_some_micro_batches_is_exact(outcomes: dict[str, Outcome], name: str) -> None:
+    assert outcomes[name].status == EXACT, outcomes[name].rows
 
 
 def test_cost_is_what_was_held_and_sent(outcomes: dict[str, Outcome]) -> None:
@@ -129,9 +152,9 @@ def test_cost_is_what_was_held_and_sent(outcomes: dict[str, Outcome]) -> None:
     sent = int(row(outcomes["plain"], "sent for moments").split(" ")[0].replace(",", ""))
     # Both param groups are cut in two, and a rank sends the other's half: one region, padded.
     assert abs(sent - 4 * elements / 2) <= 4 * ALIGNMENT
-    assert row(outcomes["plain"], "moments") == "8.0 bytes an element of the shard before a step, 0.0 between steps"
-    assert row(outcomes["plain"], "optimizer state").endswith("= 12.0 bytes an element of the shard")
-    assert row(outcomes["LAMB, fp16"], "optimizer state").endswith("= 8.0 bytes an element of the shard")
+    assert row(outcomes["plain"], "moments") == "8.0 bytes per element of the shard before a step, 0.0 between steps"
+    assert row(outcomes["plain"], "optimizer state").endswith("= 12.0 bytes per element of the shard")
+    assert row(outcomes["LAMB, fp16"], "optimizer state").endswith("= 8.0 bytes per element of the shard")
 
 
 def test_layers_are_counted(outcomes: dict[str, Outcome]) -> None:
@@ -198,10 +221,14 @@ def test_command_starts_the_ranks_and_prints_the_table() -> None:
 @pytest.mark.slow
 def test_ranks_of_a_launcher_are_taken() -> None:
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m"]
-    command = [*launcher, "ds_vrgd.cli", "doctor", "--config", str(CONFIGS / "ds_vrgd.json")]
+    command = [*launcher, "ds_vrgd.cli", "doctor", "--json", "--config", str(CONFIGS / "ds_vrgd.json")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == EXACT, done.stderr
-    assert done.stdout.count("| exact |") == 1
+    found = json.loads(done.stdout)  # of rank 0 alone
+    assert (found["exit_status"], found["table"]["verdict"]) == (EXACT, ["exact"])
+    numbers = found["numbers"]
+    assert 0.0 < numbers["error"] <= numbers["tolerance"] == 8e-7
+    assert (numbers["mode"], numbers["ranks"], numbers["micro_batches"]) == ("fused", 2, 2)
 
 
 @pytest.mark.parametrize(
@@ -210,6 +237,9 @@ def test_ranks_of_a_launcher_are_taken() -> None:
         (None, "ds.json cannot be read"),
         ('{\n"optimizer": \n}', "ds.json is not JSON: line 3"),
         ('{"optimizer": {"type": "AdamW"}}', 'set it to "VRAdamW"'),
+        ("[" * 100_000, "ds.json is nested too deeply"),
+        ('{"optimizer": {"type": "VRLAMB"}, "gradient_cliping": 1.0}', 'did you mean "gradient_clipping"?'),
+        ('{"optimizer": {"type": "VRLAMB"}, "fp16": {"enabled": true}, "bf16": {"enabled": true}}', "set one of them"),
     ],
 )
 def test_unusable_file_is_an_error_with_status_2(
@@ -221,4 +251,5 @@ def test_unusable_file_is_an_error_with_status_2(
     assert main(["doctor", "--deepspeed_config", str(path)]) == REFUSED
     told = capsys.readouterr()
     assert message in told.err
+    assert "Traceback" not in told.err
     assert told.out == ""

@@ -1,4 +1,4 @@
-"""What may be in the way."""
+"""The versions of the report, and the locks of killed compiles."""
 
 from __future__ import annotations
 

@@ -77,10 +77,19 @@ def test_mean_over_the_layer_is_one_before_clamping() -> None:
     same(normalized_ratio(random_chunks(8, 7, 5), EPS).mean(), torch.tensor(1.0, dtype=torch.float64))
 
 
-@pytest.mark.parametrize("scale", [2.0**-40, 3e-20, 65536.0, -1.0])
+@pytest.mark.parametrize("scale", [2.0**-40, 3e-17, 65536.0, -1.0])
 def test_ratio_does_not_depend_on_scale(scale: float) -> None:
     chunks = random_chunks(8, 7, 5)
     same(raw_ratio([scale * c for c in chunks], EPS), raw_ratio(chunks, EPS))
+
+
+def test_below_the_squares_of_fp32() -> None:
+    # 2^-63 squared is fp32's smallest normal number: the variance of element 0 is a quarter of it, and counts as it
+    tiny = 2.0**-63
+    same(raw_ratio([vector(1.5 * tiny, 1), vector(0.5 * tiny, 3)], EPS), vector(1, 4))
+    # so does that of a layer; one whose mean square is smaller has no gradient
+    same(raw_ratio([vector(1.5 * tiny, tiny), vector(0.5 * tiny, tiny)], EPS), vector(1, 1))
+    same(raw_ratio([vector(1.5 * tiny, 0), vector(0.5 * tiny, 0)], EPS), vector(0, 0))
 
 
 # --- gamma = 1 is the base optimizer
@@ -355,3 +364,41 @@ def test_bad_arguments() -> None:
 
 def test_oracle_imports_nothing_of_the_package() -> None:
     assert not re.search(r"^\s*(from|import) (ds_vrgd|deepspeed)", inspect.getsource(reference), re.MULTILINE)
+
+
+# --- one chunk
+
+
+@pytest.mark.parametrize("name", ["VRAdam", "VRAdamW", "VRLAMB"])
+def test_one_chunk_takes_the_last_averaged_ratio(name: str) -> None:
+    # steps 1 and 3 are those of test_averaged_ratio_by_hand; step 2 has one chunk, g = [4, 2], and no ratio
+    optimizer = DenseOptimizer(name, {"w": vector(3, 4)}, lr=0.1, beta3=0.8, betas=(0.9, 0.99), weight_decay=0)
+    state = optimizer.state["w"]
+    optimizer.step(NAMED)
+    optimizer.step([{"w": vector(4, 2)}])
+    same(state["exp_avg_gsnr"], 0.2 * R)  # as it was, and phat = r
+    same(state["exp_avg"], 0.09 * R * GBAR + 0.1 * R * vector(4, 2))
+    assert (state["step"], state["gsnr_step"]) == (2, 1)
+    m = state["exp_avg"]
+    optimizer.step([{"w": chunk["w"].flip(0)} for chunk in NAMED])
+    p = 0.16 * R + 0.2 * R.flip(0)
+    same(state["exp_avg_gsnr"], p)
+    same(state["exp_avg"], 0.9 * m + 0.1 * (p / 0.36) * GBAR.flip(0))  # of two ratios, in three steps
+    assert (state["step"], state["gsnr_step"]) == (3, 2)
+
+
+@pytest.mark.parametrize("name", ["VRSGD", "VRAdam"])
+def test_one_chunk_without_an_earlier_ratio_takes_gamma(name: str) -> None:
+    # m = 0.1 * 0.3 * g; SGD moves by lr * 0.3 * g
+    optimizer = DenseOptimizer(name, {"w": vector(0, 0)}, lr=1, gamma=0.3)
+    optimizer.step([{"w": vector(4, -2)}])
+    if name == "VRSGD":
+        same(optimizer.params["w"], -0.3 * vector(4, -2))
+        return
+    same(optimizer.state["w"]["exp_avg"], 0.03 * vector(4, -2))
+    assert set(optimizer.state["w"]) == {"step", "exp_avg", "exp_avg_sq", "gsnr_step"}
+    assert optimizer.state["w"]["gsnr_step"] == 0
+    optimizer.step(NAMED)  # the first ratio is phat itself
+    ratio = optimizer.last_ratio["w"]
+    same(optimizer.state["w"]["exp_avg_gsnr"], 0.1 * ratio)
+    same(optimizer.state["w"]["exp_avg"], 0.027 * vector(4, -2) + 0.1 * ratio * GBAR)

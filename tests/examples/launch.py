@@ -14,7 +14,7 @@ TIMEOUT_S = 300
 
 
 def run_example(name: str, ranks: int = 2) -> str:
-    """What ``examples/<name>.py`` prints under DeepSpeed's launcher, or by itself with ``ranks=1``."""
+    """Return the output of ``examples/<name>.py`` under DeepSpeed's launcher, or by itself with ``ranks=1``."""
     command = [sys.executable]
     if ranks > 1:
         with socket.socket() as probe:
@@ -37,8 +37,24 @@ def run_example(name: str, ranks: int = 2) -> str:
     return run.stdout
 
 
+def run_by_torchrun(*program: str) -> str:
+    """Return the output of a program, with its arguments, under torchrun on two ranks."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
+    run = subprocess.run(
+        [*command, *program],
+        cwd=ROOT,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        check=False,
+    )
+    assert run.returncode == 0, run.stdout + run.stderr
+    return run.stdout
+
+
 def losses(printed: str) -> tuple[float, float]:
-    """The loss at the end, and that of byte frequencies alone: every example prints both."""
+    """Return the loss at the end, and that of byte frequencies alone: every example prints both."""
     found = re.search(r"loss (\d+\.\d+) \(byte frequencies alone: (\d+\.\d+)\)", printed)
     assert found is not None, printed
     return float(found[1]), float(found[2])

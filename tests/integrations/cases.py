@@ -1,4 +1,4 @@
-"""What is trained with the Trainer on two ranks, and run once a session."""
+"""The trainings with the Trainer on two ranks, run once per session."""
 
 from __future__ import annotations
 
@@ -11,10 +11,21 @@ import torch
 from torch import Tensor, nn
 
 import ds_vrgd
+from ds_vrgd.noise import find_optimizer
+from tests.engines.deepspeed import expert_cases
 from tests.support import hf_accelerate
-from tests.support.hf import Case, Corpus, attempt, fresh, make_model, make_trainer, run_case, training_arguments
+from tests.support.hf import (
+    Case,
+    Corpus,
+    attempt,
+    fresh,
+    make_model,
+    make_trainer,
+    run_case,
+    training_arguments,
+    weights_of,
+)
 from tests.support.hf_resume import resume
-from tests.zero import expert_cases
 
 OFFLOADED: dict[str, Any] = {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}
 
@@ -56,12 +67,52 @@ RESUMED_MORE: dict[str, Case] = {
     "ZeRO-2, fp16": Case(2, dtype="fp16", config={"fp16": {"enabled": "auto", "initial_scale_power": 8}}),
 }
 
+#: Trained twice over one model, as in a loop of Trainers, which destroy no engine.
+AGAIN: dict[str, Case] = {"ZeRO-0": Case(0), "ZeRO-2": Case(2), "ZeRO-2, offloaded": Case(2, "json", config=OFFLOADED)}
+
 #: With Accelerate alone: ZeRO stage, how the optimizer gets there.
 ACCELERATED: dict[str, tuple[int | None, str]] = {
     "ddp": (None, "instance"),
     "ZeRO-1, JSON": (1, "json"),
     "ZeRO-2": (2, "instance"),
 }
+
+
+def again(case: Case, folder: Path) -> tuple[list[str], int]:
+    """Return the weights in which a second Trainer over a model differs from one over a fresh model; the last k."""
+    model = make_model()
+    start = {name: weight.clone() for name, weight in model.state_dict().items()}
+    ends = []
+    for turn, of_turn in enumerate((make_model(), model, model)):
+        with fresh(), torch.no_grad():
+            for name, weight in of_turn.state_dict().items():
+                weight.copy_(start[name])
+            with torch.enable_grad():
+                trainer = make_trainer(case, folder / str(turn), model=of_turn)
+                trainer.train()
+            ends.append(weights_of(trainer))
+            k = ds_vrgd.gsnr_stats(find_optimizer(trainer.optimizer)).k
+    alone, _, second = ends
+    return [name for name in alone if not torch.equal(alone[name], second[name])], k
+
+
+def retried(case: Case, folder: Path) -> tuple[int, int]:
+    """Return steps and batch size of a Trainer that ran out of memory in its second micro-batch."""
+    from transformers import Trainer
+
+    class Small(Trainer):  # type: ignore[misc]
+        calls = 0
+
+        def training_step(self, *args: Any, **kwargs: Any) -> Any:
+            Small.calls += 1
+            if Small.calls == 2:
+                raise RuntimeError("CUDA out of memory.")
+            return super().training_step(*args, **kwargs)
+
+    with fresh():
+        trainer = make_trainer(case, folder, base=Small, auto_find_batch_size=True)
+        trainer.train()
+        return trainer.state.global_step, trainer._train_batch_size
 
 
 def dropped(folder: Path) -> None:
@@ -105,7 +156,7 @@ def log_experts(folder: Path) -> tuple[list[dict[str, Any]], list[str]]:
     """The Trainer's log, and the callback's warnings."""
     from transformers import Trainer
 
-    from ds_vrgd.integrations.hf import GSNRCallback
+    from ds_vrgd.hf import GSNRCallback
 
     with fresh():
         trained = Case(1, "json", "VRSGD", accumulation=2)
@@ -121,7 +172,7 @@ def log_experts(folder: Path) -> tuple[list[dict[str, Any]], list[str]]:
 
 
 def train_all(rank: int, folder: str, slow: bool) -> dict[tuple[str, str], Any]:
-    """Outcomes by kind and name."""
+    """Return outcomes by kind and name."""
     found: dict[tuple[str, str], Any] = {("imported", "transformers"): "transformers" in sys.modules}
     for name, case in (MORE if slow else TRAINED).items():
         found["trained", name] = attempt(run_case, case, Path(folder, name))
@@ -129,6 +180,9 @@ def train_all(rank: int, folder: str, slow: bool) -> dict[tuple[str, str], Any]:
         found["resumed", name] = attempt(resume, case, Path(folder, f"resumed {name}"))
     if slow:
         return found
+    for name, case in AGAIN.items():
+        found["again", name] = attempt(again, case, Path(folder, f"again {name}"))
+        found["retried", name] = attempt(retried, case, Path(folder, f"retried {name}"))
     for name, (stage, entry) in ACCELERATED.items():
         found["accelerated", name] = attempt(hf_accelerate.train, stage, entry)
     unforced = hf_accelerate.offloaded(zero_force_ds_cpu_optimizer=False)

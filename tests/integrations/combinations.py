@@ -59,14 +59,14 @@ ALL = [Pair(*cell) for cell in itertools.product(OPTIMIZERS, SCHEDULES, OFFLOADS
 
 @dataclass(frozen=True)
 class Trained:
-    """Of a pair that works: its weights, flat, and the learning rate of every step."""
+    """The result of a pair that works: its weights, flat, and the learning rate of every step."""
 
     weights: torch.Tensor
     rates: list[float]
 
 
 def expected_rates(schedule: str) -> list[float]:
-    """Learning rate of each step, from the schedules' own formulas."""
+    """Return the learning rate of each step, from the schedules' own formulas."""
     if schedule == "none":
         return [LR] * STEPS
     if schedule == "ours":
@@ -131,7 +131,7 @@ def _with_engine(pair: Pair, folder: Path) -> Trained:
 def _with_trainer(pair: Pair, folder: Path) -> Trained:
     from transformers import Trainer
 
-    from ds_vrgd.integrations.hf import VRTrainerMixin
+    from ds_vrgd.hf import VRTrainerMixin
 
     class VRTrainer(VRTrainerMixin, Trainer):  # type: ignore[misc]
         pass
@@ -166,12 +166,12 @@ def _finish(engine: Any, rates: list[float]) -> Trained:
 
 
 def run_pairs(rank: int, pairs: list[Pair], folder: str) -> dict[Pair, Trained | str]:
-    """All of them in one process."""
+    """Run all of them in one process."""
     return {pair: run_pair(pair, Path(folder)) for pair in pairs}
 
 
 def judge(found: dict[Pair, Trained | str]) -> dict[Pair, str]:
-    """ "works", the error, or WRONG: all pairs of a schedule must train alike, at the rates of that schedule."""
+    """Return "works", the error, or WRONG: all pairs of a schedule must train alike, at the rates of that schedule."""
     verdicts: dict[Pair, str] = {}
     for pair, outcome in found.items():
         if isinstance(outcome, str):

@@ -1,4 +1,4 @@
-"""docs/COMBINATIONS.md: written from what was tried, and read again by the test."""
+"""Write docs/COMBINATIONS.md from the outcomes, and read it again."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def write(path: Path, verdicts: Mapping[Pair, str]) -> None:
 
 
 def read(path: Path) -> dict[Pair, str]:
-    """What the page says of each pair."""
+    """Return the page's outcome of each pair."""
     table, _, below = path.read_text(encoding="utf-8").partition("## Errors\n")
     errors = {"yes": "works"}
     for part in below.split("\n**")[1:]:

@@ -1,4 +1,4 @@
-"""What is trained, once a session: one spawn for the fast cases, one for the slow."""
+"""Trainings, once per session: one spawn for the fast cases, one for the slow ones."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.support.ranks import run_on_ranks
 
 @pytest.fixture(scope="session")
 def outcome(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str, bool], Any]:
-    """Of a case, by its kind, its name and whether it is slow."""
+    """Return the outcome of a case, by its kind, its name and whether it is slow."""
     found: dict[bool, dict[tuple[str, str], Any]] = {}
 
     def look_up(kind: str, name: str, slow: bool = False) -> Any:

@@ -9,6 +9,8 @@ import pytest
 
 from tests.integrations.cases import ACCELERATED
 
+pytestmark = pytest.mark.slow
+
 OF_WEIGHTS = 8e-7
 
 Outcome = Callable[..., Any]

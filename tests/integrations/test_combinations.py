@@ -9,10 +9,9 @@ import pytest
 from tests.integrations.combinations import ALL, Pair, judge, run_pairs
 from tests.support.ranks import run_on_ranks
 
-PAGE = Path(__file__).parents[2] / "docs" / "COMBINATIONS.md"
+pytestmark = pytest.mark.slow
 
-#: The rest is left to the slow test.
-FAST = [pair for pair in ALL if pair.stage in ((2,) if pair.schedule == "Trainer" else (2, 3))]
+PAGE = Path(__file__).parents[2] / "docs" / "COMBINATIONS.md"
 
 
 def check(pairs: list[Pair], folder: Path, write: bool = False) -> None:
@@ -29,11 +28,6 @@ def check(pairs: list[Pair], folder: Path, write: bool = False) -> None:
     assert differing == {}, "write the page anew: --write-combinations"
 
 
-def test_pairs_do_what_the_page_says(tmp_path: Path) -> None:
-    check(FAST, tmp_path)
-
-
-@pytest.mark.slow
 def test_all_pairs_do_what_the_page_says(tmp_path: Path, pytestconfig: pytest.Config) -> None:
     check(ALL, tmp_path, write=pytestconfig.getoption("--write-combinations"))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,11 +13,13 @@ import pytest
 import torch
 
 import ds_vrgd
-from tests.integrations.cases import MORE, RESUMED, RESUMED_MORE, TRAINED
+from ds_vrgd.hf import VRTrainerMixin
+from tests.integrations.cases import AGAIN, MORE, RESUMED, RESUMED_MORE, TRAINED
 from tests.support.hf import (
     DECAY,
     LR,
     STEPS,
+    VOCABULARY,
     Case,
     Corpus,
     Result,
@@ -31,7 +34,7 @@ from tests.support.hf import (
 )  # fmt: skip
 from tests.support.trajectory import relative_error
 
-# As for an engine without the Trainer: tests/zero/test_exactness.py.
+# As for an engine without the Trainer: tests/engines/deepspeed/test_exactness.py.
 OF_WEIGHTS = 8e-7
 
 Outcome = Callable[..., Any]
@@ -75,6 +78,20 @@ def test_resume_from_checkpoint_is_bitwise(outcome: Outcome, name: str, is_slow:
     assert states >= 8, "step, two moments and the ratio's mean, of two groups at least"
 
 
+@pytest.mark.parametrize("name", AGAIN)
+def test_a_second_trainer_over_a_model_trains_as_over_a_fresh_one(outcome: Outcome, name: str) -> None:
+    result = outcome("again", name)
+    assert not isinstance(result, str), result
+    assert result == ([], 2 * AGAIN[name].accumulation)
+
+
+@pytest.mark.parametrize("name", AGAIN)
+def test_a_smaller_batch_is_tried_after_running_out_of_memory(outcome: Outcome, name: str) -> None:
+    result = outcome("retried", name)
+    assert not isinstance(result, str), result
+    assert result == (STEPS, 1)
+
+
 def test_importing_the_package_does_not_import_transformers(outcome: Outcome) -> None:
     assert outcome("imported", "transformers") is False
 
@@ -107,9 +124,13 @@ def test_reporters_get_gsnr(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert result.k == 6
     assert result.error <= OF_WEIGHTS
     events = EventAccumulator(logs).Reload()
-    assert {"train/gsnr_k", "train/gsnr_mean_ratio", "train/noise_scale", "train/loss"} <= set(events.Tags()["scalars"])
-    logged = [record["noise_scale"] for record in result.log if "noise_scale" in record]
-    assert [event.value for event in events.Scalars("train/noise_scale")] == pytest.approx(logged)
+    assert {"train/gsnr_k", "train/gsnr_mean_ratio", "train/noise_scale_low", "train/loss"} <= set(
+        events.Tags()["scalars"]
+    )
+    assert not any("noise_scale" in record for record in result.log)  # of one step, and often negative
+    logged = [record["noise_scale_low"] for record in result.log if "noise_scale_low" in record]
+    assert logged
+    assert [event.value for event in events.Scalars("train/noise_scale_low")] == pytest.approx(logged)
 
 
 def one_process(tmp_path: Path, **changed: Any) -> Any:
@@ -210,8 +231,98 @@ def test_trainer_as_it_is_needs_one_changed_line(tmp_path: Path) -> None:
         assert ds_vrgd.gsnr_stats(trainer.optimizer).k == 3
 
 
+@pytest.mark.parametrize("optimizer", ["VRLAMB", "VRMomentum"])
+def test_an_epoch_whose_last_window_has_one_chunk_is_trained_to_its_end(tmp_path: Path, optimizer: str) -> None:
+    """65 micro-batches of 4 in windows of 4: the last has one."""
+    with fresh():
+        case = Case(None, optimizer=optimizer, accumulation=4)
+        trainer = make_trainer(
+            case, tmp_path, base=recording(), max_steps=-1, num_train_epochs=1, per_device_train_batch_size=4
+        )
+        data = Corpus()
+        trainer.train_dataset = [data[index % len(data)] for index in range(260)]
+        trainer.begin(case)
+        trainer.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(
+            trainer.create_optimizer(), lambda step: scheduled(min(step, STEPS - 1)) / LR
+        )
+        trainer.follow = functools.partial(followed, trainer)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            trainer.train()
+        assert trainer.state.global_step == 17
+        assert trainer.state.epoch == 1.0
+        assert len([w for w in caught if "this window has one chunk" in str(w.message)]) == 1
+        records = [record["step"] for record in trainer.state.log_history if "gsnr_k" in record]
+        assert records == [*range(1, 17)]
+        error = relative_error({n: w.flatten() for n, w in weights_of(trainer).items()}, trainer.reference)
+        assert error <= OF_WEIGHTS
+
+
+def followed(trainer: Any) -> None:
+    """Take a step of the reference at the rate of the test's own schedule."""
+    steps, trainer.steps = trainer.steps, min(trainer.steps, STEPS - 1)
+    type(trainer).follow(trainer)
+    trainer.steps = steps + 1
+
+
+@pytest.mark.parametrize("mixin", [True, False])
+def test_one_chunk_in_every_step_is_an_error_at_the_start(tmp_path: Path, mixin: bool) -> None:
+    with fresh():
+        trainer = one_process(tmp_path, case=Case(None, mixin=mixin), gradient_accumulation_steps=1, weight_decay=0.0)
+        with pytest.raises(ValueError, match=r"gradient_accumulation_steps=1, and there is 1 process.* k = 1 chunk"):
+            trainer.train()
+        assert trainer.state.global_step == 0
+        trainer.optimizer, trainer.optimizer_cls_and_kwargs = None, (ds_vrgd.LAMB, {"lr": LR})
+        trainer.train()
+
+
+class Sentences(torch.utils.data.Dataset[Any]):
+    """Sentences of two classes."""
+
+    def __len__(self) -> int:
+        return 16
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return {"input_ids": torch.arange(8), "labels": torch.tensor(index % 2)}
+
+
+@pytest.mark.parametrize("accepts", [None, False])
+def test_a_loss_that_nobody_divides_is_found(tmp_path: Path, accepts: bool | None) -> None:
+    """BertForSequenceClassification takes num_items_in_batch and ignores it; the true loss is ln 2."""
+    from transformers import BertConfig, BertForSequenceClassification, Trainer
+
+    config = BertConfig(
+        vocab_size=VOCABULARY, hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8
+    )
+    with fresh(), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model = BertForSequenceClassification(config)
+        if accepts is not None:
+            model.accepts_loss_kwargs = accepts
+        trainer = type("VRTrainer", (VRTrainerMixin, Trainer), {})(
+            model=model, args=training_arguments(Case(None, accumulation=4), tmp_path, max_steps=2),
+            train_dataset=Sentences(), optimizer_cls_and_kwargs=(ds_vrgd.VRLAMB, {}),
+        )  # fmt: skip
+        trainer.train()
+        told = [str(w.message) for w in caught if "num_items_in_batch" in str(w.message)]
+        losses = [record["loss"] for record in trainer.state.log_history if "loss" in record]
+    assert losses[0] == pytest.approx((4 if accepts is None else 1) * math.log(2), rel=0.1)
+    assert len(told) == (1 if accepts is None else 0)
+    if told:
+        assert told[0].startswith("BertForSequenceClassification takes num_items_in_batch and does not divide its loss")
+        assert "4 times too large" in told[0]
+
+
+def test_a_loss_that_the_model_divides_is_not_warned_of(tmp_path: Path) -> None:
+    with fresh(), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        result = run_case(Case(None, accumulation=4), tmp_path)
+    assert result.error <= OF_WEIGHTS
+    assert not [w for w in caught if "num_items_in_batch" in str(w.message)]
+
+
 def test_loss_scaler_that_skips_a_step_takes_the_window_with_it(tmp_path: Path) -> None:
-    """fp16 without DeepSpeed: the Trainer wants a GPU for it, but its loss scaler runs on the CPU, in fp32, too."""
+    """Without DeepSpeed the Trainer needs a GPU for fp16, but its loss scaler also runs on the CPU, in fp32."""
 
     class Scaled(recording()):  # type: ignore[misc]
         overflown = False

@@ -7,9 +7,8 @@ import torch
 from torch import Tensor
 
 from ds_vrgd.kernels.blocks import BLOCK, BlockTable
-from ds_vrgd.kernels.ratio import ratio_sums
-from ds_vrgd.kernels.records import Source
-from ds_vrgd.kernels.shared import empty_partials, sum_blocks
+from ds_vrgd.kernels.records import MomentumState, Source
+from ds_vrgd.kernels.update import empty_partials, lars_norms, launch, ratio_sums, sum_blocks
 
 Segment = tuple[int, int, int, int]
 # Two shards: unaligned runs that meet, gaps, a run of one element, one of a whole block, layers (4 and 6) in neither.
@@ -51,12 +50,12 @@ def test_a_layers_blocks_are_neighbours() -> None:
 def test_no_segments_at_all(device: torch.device) -> None:
     table = BlockTable([[]], 2, device)
     partials = empty_partials(table, 3)
-    ratio_sums(table, 0, Source(None), partials)
+    launch(ratio_sums, table, 0, Source(None), None, partials)
     assert sum_blocks(table, partials).tolist() == [[0.0, 0.0]] * 3
 
 
 def shard_of(segments: list[Segment], numel: int, seed: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Total and m2 with NaN in the padding, and elements without gradient, or without variance."""
+    """Total and m2 with NaN in the padding, and elements without gradient, or variance, or too small to be squared."""
     generator = torch.Generator().manual_seed(seed)
     total, m2 = torch.full((numel,), torch.nan), torch.full((numel,), torch.nan)
     for start, count, _, _ in segments:
@@ -64,6 +63,10 @@ def shard_of(segments: list[Segment], numel: int, seed: int, device: torch.devic
         m2[start : start + count] = torch.randn(count, generator=generator).square()
         total[start : start + count : 5] = 0
         m2[start + 1 : start + count : 7] = 0
+        total[start + 2 : start + count : 11] *= 1e-20
+        m2[start + 2 : start + count : 11] *= 1e-40
+        total[start + 3 : start + count : 13] *= 1e-18
+        m2[start + 3 : start + count : 13] *= 1e-36
     return total.to(device), m2.to(device)
 
 
@@ -80,7 +83,7 @@ def test_ratio_sums(parts: int, device: torch.device) -> None:
         partials = empty_partials(table, 3).fill_(torch.nan)
         for index, (total, m2) in enumerate(shards):
             source = Source(None, None, total, m2, k=float(k), parts=float(parts), gsnr_eps=eps)
-            ratio_sums(table, index, source, partials)
+            launch(ratio_sums, table, index, source, None, partials)
         return sum_blocks(table, partials)
 
     found = sums()
@@ -89,10 +92,25 @@ def test_ratio_sums(parts: int, device: torch.device) -> None:
         for start, count, layer, _ in segments:
             mean = total[start : start + count].cpu().double() / parts
             squares = m2[start : start + count].cpu().double()
-            ratio = mean.square() / torch.maximum(squares / k, eps * mean.square())
-            expected[:, layer] = torch.stack([ratio.nan_to_num(0.0).sum(), mean.square().sum(), squares.sum()])
+            ratio = mean.square() / torch.maximum(squares / k, eps * mean.square()).clamp(min=2.0**-126)
+            expected[:, layer] = torch.stack([ratio.sum(), mean.square().sum(), squares.sum()])
     torch.testing.assert_close(found.cpu(), expected, rtol=1e-5, atol=0)
     assert torch.equal(found, sums()), "two calls differ"
+
+
+def test_norms_whose_squares_leave_the_range_of_fp32(device: torch.device) -> None:
+    """Squared norms by LARS' kernel, of gradients between 1 and 1e-38."""
+    table = BlockTable(SHARDS, LAYERS, device)
+    partials, expected = empty_partials(table, 2), torch.zeros(LAYERS, dtype=torch.float64)
+    for index, (segments, numel) in enumerate(zip(SHARDS, NUMELS, strict=True)):
+        gradient = torch.randn(numel, generator=torch.Generator().manual_seed(index)).abs() + 0.5
+        for start, count, layer, _ in segments:
+            run = gradient[start : start + count]
+            run *= (1.0, 1e-16, 1e-21, 1e-25, 0.0, 1e-38)[layer]
+            expected[layer] = run.double().square().sum()
+        state = MomentumState(torch.ones(numel, device=device), None)
+        launch(lars_norms, table, index, Source(gradient.to(device)), state, partials)
+    torch.testing.assert_close(sum_blocks(table, partials)[1].cpu(), expected, rtol=1e-6, atol=0)
 
 
 def test_many_blocks_of_one_layer_sum_in_fp64(device: torch.device) -> None:

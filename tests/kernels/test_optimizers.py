@@ -15,7 +15,7 @@ from tests.kernels.conftest import COMPILED
 from tests.optim.training import BOUND, Training
 
 pytestmark = [
-    pytest.mark.skipif(COMPILED, reason="tests/zero runs the optimizers on the GPU"),
+    pytest.mark.skipif(COMPILED, reason="tests/engines/deepspeed runs the optimizers on the GPU"),
     pytest.mark.filterwarnings("ignore:.*estimates the GSNR from only"),
 ]
 
@@ -56,6 +56,29 @@ def test_follows_the_reference(monkeypatch: pytest.MonkeyPatch, name: str, argum
     assert training.error() <= BOUND
     again, _ = weights_after(name, 3, **arguments)
     assert all(torch.equal(a, b) for a, b in zip(weights, again, strict=True)), "two runs differ"
+
+
+@pytest.mark.filterwarnings("ignore:.*this window has one chunk")
+@pytest.mark.parametrize(("name", "arguments"), [*((n, {}) for n in OPTIMIZERS), ("VRLAMB", {"prenormalize": True})])
+def test_windows_of_one_chunk(monkeypatch: pytest.MonkeyPatch, name: str, arguments: dict[str, Any]) -> None:
+    through_kernels(monkeypatch)
+    training = Training(name, **arguments)
+    for step, training.accumulation in enumerate((1, 4, 1, 4)):
+        training.step(step, clip=0.05)
+    assert training.moved() > 1e-3
+    assert training.error() <= BOUND
+
+
+def test_a_window_of_one_chunk_takes_an_average_in_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = []
+    for kernel in (False, True):
+        if kernel:
+            through_kernels(monkeypatch)
+        training = Training("VRLAMB", gsnr_dtype="bfloat16")
+        for step, training.accumulation in enumerate((4, 1)):
+            training.step(step)
+        found.append(torch.cat([state["exp_avg"].flatten() for state in training.optimizer.state.values()]))
+    assert float((found[0] - found[1]).norm() / found[0].norm()) < 1e-3  # a bf16 average has 8 bits
 
 
 @pytest.mark.parametrize("name", ["VRLAMB", "VRAdamW", "VRLARS", "VRSGD"])

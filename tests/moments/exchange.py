@@ -20,7 +20,7 @@ TRANSPOSED = 2
 
 @dataclass(frozen=True)
 class Case:
-    """How the same gradients reach the moments.
+    """A way in which the same gradients reach the moments.
 
     Attributes:
         cut: "runs" (stages 1 and 2: one flat buffer, equal shards) or "slots" (stage 3: each parameter in equal slots).
@@ -28,9 +28,9 @@ class Case:
         shuffled: gradients arrive in another order on every rank, and in every micro-batch.
         dtypes: of the parameters, in turn.
         missing: ``(rank, micro-batch, parameter)`` that takes no part; None stands for all.
-        take: the gradients are given away.
-        gap: elements of padding before, between and behind the parameters of a shard.
-        per_node: ranks a node; None for one level.
+        take: nobody else writes to the gradients.
+        gap: elements of padding before, between and after the parameters of a shard.
+        per_node: ranks per node; None for one level.
     """
 
     cut: str
@@ -80,7 +80,7 @@ class Model:
 
 
 def flat_cut(params: Sequence[Tensor], rank: int, world: int, gap: int) -> Model:
-    """Parameters with gaps between them in one flat buffer, one equal shard a rank."""
+    """Parameters with gaps between them in one flat buffer, one equal shard per rank."""
     offsets, end = [], gap
     for param in params:
         offsets.append(end)
@@ -97,7 +97,7 @@ def flat_cut(params: Sequence[Tensor], rank: int, world: int, gap: int) -> Model
 
 
 def slot_cut(params: Sequence[Tensor], rank: int, world: int, gap: int) -> Model:
-    """Every parameter in ``world`` equal slots, one a rank, the last of them not full."""
+    """Every parameter in ``world`` equal slots, one per rank, the last of them not full."""
     slots = [math.ceil(param.numel() / world) for param in params]
     starts, end = [], gap
     for slot in slots:
@@ -144,16 +144,14 @@ def observe(case: Case, model: Model, moments: ShardedMoments, rank: int, window
         for index in order:
             if case.takes_part(rank, micro_batch, index):
                 grad = gradient(case, window, rank, micro_batch, index)
-                if case.take:
-                    moments.take(model.params[index], grad)
-                    continue
-                moments.add(model.params[index], grad)
-                grad.fill_(torch.nan)  # autograd owns it again: it must have been copied
+                moments.add(model.params[index], grad, keep=case.take)
+                if not case.take:
+                    grad.fill_(torch.nan)  # autograd owns it again: it must have been copied
         moments.end_micro_batch()
 
 
 def expected(case: Case, model: Model, rank: int, world: int, window: int) -> tuple[Tensor, Tensor]:
-    """Mean and centred sum of squares on this rank's shard, element by element; 0 in padding."""
+    """Return mean and centred sum of squares on this rank's shard, element by element; 0 in padding."""
     mean, m2 = (torch.zeros(model.shards[0].numel(), dtype=torch.float64) for _ in range(2))
     for index, owned in enumerate(model.places):
         chunks = torch.stack(
@@ -191,7 +189,7 @@ Check = Callable[[Case, int, int], None]
 
 
 def failures_of(checks: Iterable[tuple[str, Check, Case]], rank: int, world: int) -> dict[str, str]:
-    """Tracebacks of the cases that failed; memory that is not initialised is NaN."""
+    """Return the tracebacks of the cases that failed; memory that is not initialised is NaN."""
     torch.use_deterministic_algorithms(True)
     assert torch.empty(1).isnan()
     failures: dict[str, str] = {}

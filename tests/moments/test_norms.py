@@ -1,4 +1,4 @@
-"""Which chunk gradients are not finite: by parameter, micro-batch and kind."""
+"""The chunk gradients that are not finite, by parameter, micro-batch and kind."""
 
 from __future__ import annotations
 

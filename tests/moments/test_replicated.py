@@ -14,7 +14,7 @@ from tests.support.ranks import run_on_ranks
 
 
 def gradients(rank: int, micro_batch: int, window: int = 0) -> list[Tensor]:
-    """Of three parameters; the matrix comes transposed, the last is bf16."""
+    """Return gradients of three parameters; the matrix comes transposed, the last is bf16."""
     generator = torch.Generator().manual_seed(1000 * window + 100 * rank + micro_batch)
     a = torch.randn(5, generator=generator)
     b = torch.randn(4, 3, generator=generator).t()
@@ -133,11 +133,11 @@ def test_a_broken_off_window_leaves_nothing() -> None:
 
 def test_restart_forgets_one_parameter() -> None:
     params, moments = make()
-    moments.restart(params[0])  # before anything was observed
+    moments.drop(params[0])  # before anything was observed
     for micro_batch in range(3):
         for param, grad in zip(params, gradients(0, micro_batch), strict=True):
             if param is params[0] and micro_batch == 1:
-                moments.restart(param)
+                moments.drop(param)
             moments.add(param, grad)
         moments.end_micro_batch()
     moments.finish()
@@ -148,7 +148,7 @@ def test_restart_forgets_one_parameter() -> None:
 def test_restart_in_an_open_micro_batch() -> None:
     params, moments = make()
     moments.add(params[0], torch.full((5,), torch.nan))
-    moments.restart(params[0])  # the backward pass broke off, and the next one begins
+    moments.drop(params[0])  # the backward pass broke off, and the next one begins
     moments.add(params[0], torch.ones(5))
     moments.end_micro_batch()
     assert moments.finish() == 1
@@ -203,8 +203,28 @@ def merged(rank: int, world: int) -> None:
         moments.reset()
 
 
+def cancelling(rank: int, world: int) -> None:
+    """Chunks that cancel leave their sum: within a rank, and between the ranks."""
+    small = torch.arange(1.0, 6.0) * 2**-12
+    for within in (True, False):
+        params, moments = make(torch.distributed.group.WORLD)
+        large = [gradients(rank if within else 0, m)[0].bfloat16().float() for m in range(3)]
+        if within:
+            rows = [row for grad in large for row in (grad, -grad)]
+        else:
+            rows = large if rank == 0 else [-large[2], -large[0], -large[1]]
+        rows.append(small if rank == 0 else torch.zeros(5))
+        for row in rows:
+            moments.add(params[0], row)
+            moments.end_micro_batch()
+        k = moments.finish()
+        found = moments.moments(params[0])
+        torch.testing.assert_close(found.mean, small / k, rtol=2e-7, atol=0)
+        moments.reset()
+
+
 def unequal_micro_batches(rank: int, world: int) -> None:
-    """Every rank says so, and nobody waits."""
+    """Every rank raises the error, and none waits."""
     params, moments = make(torch.distributed.group.WORLD)
     for micro_batch in range(2 + rank):
         moments.add(params[0], gradients(rank, micro_batch)[0])
@@ -223,7 +243,7 @@ def no_micro_batch_on_one_rank(rank: int, world: int) -> None:
 
 
 def other_parameters(rank: int, world: int) -> None:
-    """As ZeroRedundancyOptimizer would have it: every rank optimizes a part."""
+    """Every rank optimizes a part, as under ZeroRedundancyOptimizer."""
     params, _ = make()
     moments = ReplicatedMoments(params[rank:], torch.distributed.group.WORLD)
     moments.add(params[1], gradients(rank, 0)[1])
@@ -234,6 +254,7 @@ def other_parameters(rank: int, world: int) -> None:
 
 ON_RANKS: tuple[Callable[[int, int], None], ...] = (
     merged,
+    cancelling,
     unequal_micro_batches,
     no_micro_batch_on_one_rank,
     other_parameters,
@@ -241,7 +262,7 @@ ON_RANKS: tuple[Callable[[int, int], None], ...] = (
 
 
 def on_rank(rank: int, world: int) -> dict[str, str]:
-    """Tracebacks of the cases that failed."""
+    """Return the tracebacks of the cases that failed."""
     failures: dict[str, str] = {}
     for function in ON_RANKS:
         try:

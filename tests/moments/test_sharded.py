@@ -106,7 +106,7 @@ def a_shard_that_was_not_routed_is_zero(case: Case, rank: int, world: int) -> No
 
 
 def moments_live_as_long_as_the_window(case: Case, rank: int, world: int) -> None:
-    """All window long they are the same tensors; after it nobody holds them."""
+    """They are the same tensors during the whole window; after it nobody holds them."""
     model, moments = make(case, rank, world)
     observe(case, model, moments, rank, 0)
     moments.finish()
@@ -120,7 +120,7 @@ def moments_live_as_long_as_the_window(case: Case, rank: int, world: int) -> Non
 
 
 def taking_changes_no_bit(case: Case, rank: int, world: int) -> None:
-    """Gradients that are given away count as those that are copied; a second one is added, and not in place."""
+    """Gradients that are kept count as those that are copied; a second one is added, and not in place."""
     found = []
     for take in (False, True):
         case = replace(case, bucket=10_000, dtypes=MIXED)
@@ -129,9 +129,8 @@ def taking_changes_no_bit(case: Case, rank: int, world: int) -> None:
             for turn, index in enumerate((0, TRANSPOSED, 3, *range(len(SHAPES)))):
                 grad = gradient(case, 0, rank, micro_batch, index)
                 before = grad.clone()
-                mixed = (turn, micro_batch) in ((1, 0), (5, 1))  # one copied, one given away, in either order
-                bring = moments.take if take and not mixed else moments.add
-                bring(model.params[index], grad)
+                mixed = (turn, micro_batch) in ((1, 0), (5, 1))  # one copied, one kept, in either order
+                moments.add(model.params[index], grad, keep=take and not mixed)
                 assert torch.equal(grad, before)
             moments.end_micro_batch()
         moments.finish()
@@ -166,7 +165,7 @@ def what_a_broken_off_bucket_wrote_is_cleared(case: Case, rank: int, world: int)
 
 
 def neighbours_are_merged_at_once(case: Case, rank: int, world: int) -> None:
-    """Gradients come in the reverse of the shard's order; what they bring is merged as one piece."""
+    """Gradients come in the reverse of the shard's order, and are merged as one piece."""
     case = replace(case, bucket=10_000, gap=0)
     model, _ = make(case, rank, world)
     moments = ShardedMoments(model.routes[::-1], torch.distributed.group.WORLD, case.bucket)
@@ -185,8 +184,34 @@ def neighbours_are_merged_at_once(case: Case, rank: int, world: int) -> None:
     check(case, model, moments, rank, world, 0)
 
 
+def a_dropped_gradient_counts_as_zero(case: Case, rank: int, world: int) -> None:
+    """The gradients of a parameter before it was dropped are zero, as if it had taken no part; the others stay."""
+    case = replace(case, missing=((None, 0, 5), (None, 0, 0)))
+    model, moments = make(case, rank, world)
+    for micro_batch in range(case.micro_batches):
+        for index, param in enumerate(model.params):
+            moments.add(param, gradient(case, 0, rank, micro_batch, index))
+        if micro_batch == 0:
+            moments.drop(model.params[0])  # while the micro-batch is open
+        moments.end_micro_batch()
+        if micro_batch == 0:
+            moments.finish()
+            moments.drop(model.params[5])
+    check(case, model, moments, rank, world, 0)
+
+
+def detaching_releases_all_memory(case: Case, rank: int, world: int) -> None:
+    model, moments = make(case, rank, world)
+    observe(case, model, moments, rank, 0)
+    assert min(moments.held_bytes()) > 0
+    moments.before_first_bucket = lambda: None
+    moments.detach()
+    assert moments.held_bytes() == (0, 0)
+    assert moments.before_first_bucket is None
+
+
 def few_buffers_serve_all_buckets(case: Case, rank: int, world: int) -> None:
-    """Whatever order they finish in, gradients that are given away wait for their turn where they are."""
+    """Whatever order they finish in, gradients that are kept wait for their turn where they are."""
     case = replace(case, bucket=1, take=True, shuffled=True)
     model, moments = make(case, rank, world)
     observe(case, model, moments, rank, 0)
@@ -206,6 +231,8 @@ SPECIAL: tuple[Check, ...] = (
     what_a_broken_off_bucket_wrote_is_cleared,
     neighbours_are_merged_at_once,
     few_buffers_serve_all_buckets,
+    a_dropped_gradient_counts_as_zero,
+    detaching_releases_all_memory,
 )
 
 
@@ -223,7 +250,7 @@ def on_rank(rank: int, world: int) -> dict[str, str]:
 
 @pytest.fixture(scope="module", params=[1, 2, 3])
 def failures(request: pytest.FixtureRequest) -> list[dict[str, str]]:
-    """Of every rank; all cases of a world in one spawn."""
+    """Return the failures of every rank; all cases of a world in one spawn."""
     return run_on_ranks(request.param, on_rank, request.param)
 
 

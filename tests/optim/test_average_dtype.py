@@ -16,15 +16,13 @@ N = 20_000
 @pytest.mark.parametrize("beta3", [0.9, 0.99])
 def test_rounding_to_the_nearest_stalls_and_stochastic_rounding_does_not(beta3: float) -> None:
     """An average of 0.5 and a ratio that is now 0.51: every step is worth less than half of bf16's unit there."""
-    target, index = 0.51, torch.arange(N)
+    target = 0.51
     nearest = torch.full((N,), 0.5).to(torch.bfloat16)
     stochastic = nearest.clone()
     exact = 0.5
     for step in range(1, 201):
         nearest = (nearest.float() * beta3 + target * (1 - beta3)).to(torch.bfloat16)
-        stochastic = gsnr.round_stochastically(
-            stochastic.float() * beta3 + target * (1 - beta3), index, gsnr.rounding_seed(step)
-        )
+        stochastic = gsnr.round_stochastically(stochastic.float() * beta3 + target * (1 - beta3), 0, step)
         exact = exact * beta3 + target * (1 - beta3)
     assert (nearest == 0.5).all()
     assert stochastic.float().mean().item() == pytest.approx(exact, abs=2e-4)
@@ -32,20 +30,38 @@ def test_rounding_to_the_nearest_stalls_and_stochastic_rounding_does_not(beta3: 
 
 def test_rounding_keeps_the_mean_and_only_takes_neighbours() -> None:
     values = torch.tensor([0.3, 1.0, 0.1 + 2**-12, 0.99999]).repeat_interleave(N)
-    rounded = gsnr.round_stochastically(values, torch.arange(len(values)), gsnr.rounding_seed(7)).float()
+    rounded = gsnr.round_stochastically(values, 0, 7).float()
     assert ((rounded - values).abs() <= values * 2**-7).all()
     torch.testing.assert_close(rounded.view(4, N).mean(1), values.view(4, N).mean(1), rtol=1e-4, atol=0)
     exact = torch.tensor([0.5, 0.25, 1.0])
-    assert torch.equal(gsnr.round_stochastically(exact, torch.arange(3), 5).float(), exact)
+    assert torch.equal(gsnr.round_stochastically(exact, 0, 5).float(), exact)
 
 
-def test_noise_depends_on_place_and_step_alone() -> None:
-    values, index = torch.full((N,), 0.3), torch.arange(N)
-    whole = gsnr.round_stochastically(values, index, gsnr.rounding_seed(3))
-    assert torch.equal(
-        gsnr.round_stochastically(values[100:200], index[100:200], gsnr.rounding_seed(3)), whole[100:200]
-    )
-    assert not torch.equal(gsnr.round_stochastically(values, index, gsnr.rounding_seed(4)), whole)
+def test_noise_depends_on_index_and_step_alone() -> None:
+    values = torch.full((N,), 0.3)
+    whole = gsnr.round_stochastically(values, 0, 3)
+    assert torch.equal(gsnr.round_stochastically(values[100:200], 100, 3), whole[100:200])
+    assert torch.equal(gsnr.round_stochastically(values.view(20, 1000).t(), 0, 3), whole.view(1000, 20))
+    assert not torch.equal(gsnr.round_stochastically(values, 0, 4), whole)
+
+
+def lowbias32(x: int) -> int:
+    """C. Wellons' hash of 32 bits, in integers of any size."""
+    x = ((x ^ (x >> 16)) * 0x7FEB352D) % 2**32
+    x = ((x ^ (x >> 15)) * 0x846CA68B) % 2**32
+    return x ^ (x >> 16)
+
+
+@pytest.mark.parametrize("first", [0, 12345, 2**31 - 7, 2**31 + 7])
+@pytest.mark.parametrize("step", [1, 2, 41])
+def test_rounding_has_the_bits_of_its_definition(first: int, step: int) -> None:
+    values = torch.rand(99, generator=torch.Generator().manual_seed(step))
+    seed = lowbias32(step)
+    assert gsnr.rounding_seed(step) % 2**32 == seed
+    noise = [lowbias32((first + index) % 2**32 ^ seed) & 0xFFFF for index in range(len(values))]
+    bits = [(bit + more) & 0xFFFF0000 for bit, more in zip(values.view(torch.int32).tolist(), noise, strict=True)]
+    expected = torch.tensor(bits, dtype=torch.int32).view(torch.float32)
+    assert torch.equal(gsnr.round_stochastically(values, first, step).float(), expected)
 
 
 def trained(steps: int) -> tuple[nn.Linear, VRLAMB]:

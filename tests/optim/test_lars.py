@@ -52,6 +52,19 @@ def test_trust_ratio_by_hand() -> None:
     assert one_step([3.0, 4.0], [6.0, -8.0], nesterov=True) == pytest.approx([0.57, -0.76])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("size", [1e-18, 1e-21, 1e-25, 1e-30])
+def test_without_eps_the_size_of_the_gradient_does_not_matter(size: float, dtype: torch.dtype) -> None:
+    weight = torch.randn(50, generator=torch.Generator().manual_seed(1), dtype=dtype)
+    grad = torch.randn(50, generator=torch.Generator().manual_seed(2), dtype=dtype)
+    found = weight.clone().requires_grad_()
+    optimizer = LARS([found], lr=1.0, eps=0.0)
+    found.grad = grad * size
+    optimizer.step()
+    ratio = 0.001 * weight.double().norm() / grad.double().norm()
+    torch.testing.assert_close(found.detach().double(), weight.double() - ratio * grad.double(), rtol=1e-6, atol=1e-7)
+
+
 def test_a_layer_of_zeros_moves() -> None:
     # |w| = 0: ratio 1
     assert one_step([0.0, 0.0], [6.0, -8.0], lr=0.5) == pytest.approx([3.0, -4.0])

@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.nn.parallel import DistributedDataParallel
 
+from ds_vrgd import gsnr_stats
 from ds_vrgd.optim import VRLAMB, VRSGD, VRAdam
 from tests.support.model import batches, make_model
 from tests.support.ranks import run_on_ranks
@@ -87,10 +89,25 @@ def spoiled(rank: int, policy: str) -> dict[str, Any]:
     return {"raised": raised, "log": lines, "same": same, "sum": sum(float(w.double().sum()) for w in weights[-1])}
 
 
+def primed(rank: int, *, by: int | None) -> tuple[list[torch.Tensor], int]:
+    """Two steps, before which rank ``by`` alone has asked torch.distributed.checkpoint for the optimizer's state."""
+    model = make_model()
+    wrapped = DistributedDataParallel(model)
+    optimizer = VRAdam(named(model), lr=0.01)
+    if rank == by:
+        get_optimizer_state_dict(wrapped, optimizer)
+    for _ in range(2):
+        backward(wrapped, rank)
+        optimizer.step()
+        optimizer.zero_grad()
+    return [param.detach().clone() for param in model.parameters()], gsnr_stats(optimizer).k
+
+
 def everything(rank: int) -> dict[str, Any]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return {"told": told(rank), "skip": spoiled(rank, "skip"), "error": spoiled(rank, "error")}
+        primings = [primed(rank, by=by) for by in (None, WORLD - 1)]
+        return {"told": told(rank), "skip": spoiled(rank, "skip"), "error": spoiled(rank, "error"), "primed": primings}
 
 
 @pytest.fixture(scope="module")
@@ -104,6 +121,14 @@ def test_both_ranks_are_told_what_differs(found: list[dict[str, Any]], name: str
     assert first == second
     assert DIFFERENCES[name][1] in first
     assert "ZeroRedundancyOptimizer" in first
+
+
+def test_one_rank_alone_may_ask_for_the_state_of_a_new_optimizer(found: list[dict[str, Any]]) -> None:
+    # priming is a step to torch: it must wait for nobody, and leave no trace
+    runs = [run for answer in found for run in answer["primed"]]
+    assert all(k == 2 * WORLD for _, k in runs)
+    for weights, _ in runs[1:]:
+        assert all(torch.equal(*pair) for pair in zip(runs[0][0], weights, strict=True))
 
 
 @pytest.mark.parametrize("policy", ["skip", "error"])

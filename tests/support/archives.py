@@ -49,5 +49,5 @@ def deb(path: Path, files: dict[str, bytes]) -> Path:
 
 
 def archive(path: Path, files: dict[str, bytes]) -> Path:
-    """Of the kind that the name says."""
+    """Write an archive of the kind that the name's suffix says."""
     return {".whl": wheel, ".tgz": npm, ".deb": deb}[path.suffix](path, files)

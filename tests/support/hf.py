@@ -1,4 +1,4 @@
-"""Train a tiny language model with the Hugging Face Trainer or Accelerate, beside the dense float64 reference.
+"""Train a tiny language model with the Hugging Face Trainer or Accelerate, and follow with the dense reference.
 
 The data and the model come from code. The reference gets its chunk gradients from a plain copy of the model that holds
 the weights of each step, and from a loss that is written here: the sum of the cross-entropies of a chunk's tokens. It
@@ -23,7 +23,7 @@ import ds_vrgd
 from ds_vrgd.doctor.chunks import norm_of
 from ds_vrgd.doctor.reference import DenseOptimizer
 from ds_vrgd.doctor.weights import master_weights, whole_weights
-from ds_vrgd.statistics import find_optimizer
+from ds_vrgd.noise import find_optimizer
 from tests.support.trajectory import ADAPTIVE, DTYPES, relative_error
 
 VOCABULARY, LENGTH, EXAMPLES, LR, DECAY = 61, 9, 96, 5e-3, 0.1
@@ -31,10 +31,10 @@ IGNORED = -100
 
 
 def make_model() -> Any:
-    """The same weights wherever it is made; tied embeddings, biases, norms, no dropout.
+    """Return a model with tied embeddings, biases, norms, no dropout, and the same weights wherever it is made.
 
-    A Llama, for its attention has no biases: the gradient of a key's bias is nothing but rounding, and no two ways of
-    adding agree on that.
+    It is a Llama because its attention has no biases: the gradient of a key's bias is nothing but rounding, and no two
+    ways of adding agree on that.
     """
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -48,7 +48,7 @@ def make_model() -> Any:
 
 
 class Corpus(torch.utils.data.Dataset):
-    """Token sequences of unequal length: what a sequence lacks has no label, so chunks hold unequal numbers of them."""
+    """Token sequences of unequal length: padding has no label, so chunks hold unequal numbers of labels."""
 
     def __init__(self) -> None:
         generator = torch.Generator().manual_seed(5)
@@ -65,7 +65,7 @@ class Corpus(torch.utils.data.Dataset):
 
 
 def chunk_gradients(model: Any, inputs: Mapping[str, Tensor], weight: float) -> dict[str, Tensor]:
-    """Gradient of ``weight`` times the sum of the cross-entropies of a chunk's tokens, by name."""
+    """Return the gradient of ``weight`` times the sum of the cross-entropies of a chunk's tokens, by name."""
     model.zero_grad()
     logits = model(input_ids=inputs["input_ids"]).logits.float()
     flat, labels = logits[:, :-1].flatten(0, 1), inputs["labels"][:, 1:].flatten()
@@ -79,13 +79,16 @@ def labels_in(inputs: Mapping[str, Tensor]) -> int:
 
 
 def decayed(name: str) -> bool:
-    """What the Trainer decays of a Llama: all but biases and norms."""
+    """Return whether the Trainer decays a parameter of a Llama: all except for biases and norms."""
     return not (name.endswith("bias") or "norm" in name)
 
 
 @contextmanager
-def fresh() -> Iterator[None]:
-    """Accelerate and transformers keep the last configuration in globals and in the environment."""
+def fresh(*, fsdp: bool = False) -> Iterator[None]:
+    """Restore the globals and the environment in which Accelerate and transformers keep the last configuration.
+
+    With ``fsdp`` the ranks count as GPUs: Accelerate shards on accelerators alone.
+    """
     from accelerate.state import AcceleratorState, GradientState, PartialState
     from accelerate.utils import DistributedType
     from transformers import training_args
@@ -96,7 +99,10 @@ def fresh() -> Iterator[None]:
     # So does the Trainer bf16.
     prepare_backend, has_bf16 = PartialState._prepare_backend, training_args.is_torch_bf16_gpu_available
     if torch.distributed.is_initialized() and not torch.cuda.is_available():
-        PartialState._prepare_backend = lambda self, *args, **kwargs: ("gloo", DistributedType.MULTI_CPU)
+        PartialState._prepare_backend = lambda self, *args, **kwargs: (
+            "gloo",
+            DistributedType.MULTI_GPU if fsdp else DistributedType.MULTI_CPU,
+        )
         training_args.is_torch_bf16_gpu_available = lambda: True
         os.environ["ACCELERATE_TORCH_DEVICE"] = "cpu"
     try:
@@ -112,7 +118,7 @@ def fresh() -> Iterator[None]:
 
 
 def deepspeed_config(stage: int, optimizer: str | None = None, **more: Any) -> dict[str, Any]:
-    """A JSON as users of the Trainer write it."""
+    """Return a JSON as users of the Trainer write it."""
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": "auto",
         "gradient_accumulation_steps": "auto",
@@ -134,16 +140,17 @@ class Case:
     """One way to train with the Trainer.
 
     Attributes:
-        stage: ZeRO stage; None for no DeepSpeed: DDP, or one process.
+        stage: ZeRO stage; None for no DeepSpeed: DDP, FSDP2, or one process.
         entry: how the optimizer gets there: class, factory, json.
         optimizer: its name.
         dtype: of the Trainer's and DeepSpeed's mixed precision: fp32, bf16, fp16.
         clip: ``max_grad_norm``.
         counts: whether the Trainer divides by the tokens of the window; else each micro-batch is a mean of its own.
-        accumulation: micro-batches a step.
-        mixin: whether the Trainer has :class:`~ds_vrgd.integrations.hf.VRTrainerMixin`.
+        accumulation: micro-batches per step.
+        mixin: whether the Trainer has :class:`~ds_vrgd.hf.VRTrainerMixin`.
         config: further keys of the DeepSpeed JSON.
         arguments: further ``TrainingArguments``.
+        fsdp: the ``fsdp_config`` of FSDP2; None for none.
     """
 
     stage: int | None
@@ -156,11 +163,12 @@ class Case:
     mixin: bool = True
     config: Mapping[str, Any] = field(default_factory=dict)
     arguments: Mapping[str, Any] = field(default_factory=dict)
+    fsdp: Mapping[str, Any] | None = None
 
 
 @dataclass
 class Result:
-    """What came of a case, on rank 0.
+    """The result of a case, on rank 0.
 
     Attributes:
         error: |theta - theta_ref| / |theta_ref|, of the fp32 (master) weights.
@@ -168,7 +176,7 @@ class Result:
         log: the Trainer's ``log_history``.
         k: chunks of the last step.
         tokens: labels in each chunk of the first step.
-        groups: of the optimizer, but for the parameters.
+        groups: of the optimizer, without the parameters.
         names: of the layers that ``gsnr_stats`` reports.
     """
 
@@ -185,7 +193,7 @@ STEPS, WARMUP = 5, 2
 
 
 def scheduled(step: int) -> float:
-    """The Trainer's "linear" schedule with warm-up, at a step from 0."""
+    """Return the rate of the Trainer's "linear" schedule with warm-up, at a step from 0."""
     return LR * (step / WARMUP if step < WARMUP else (STEPS - step) / (STEPS - WARMUP))
 
 
@@ -210,7 +218,10 @@ def training_arguments(case: Case, output: Path, **more: Any) -> Any:
         "bf16": case.dtype == "bf16",
         "fp16": case.dtype == "fp16",
     }
-    if case.stage is None:
+    if case.fsdp is not None:
+        told |= {"fsdp": True, "fsdp_config": {"version": 2, **case.fsdp}}
+        told["accelerator_config"] = {"gradient_accumulation_kwargs": {"sync_each_batch": True}}
+    elif case.stage is None:
         told["use_cpu"] = not torch.cuda.is_available()
     else:
         named = case.optimizer if case.entry == "json" else None
@@ -219,10 +230,10 @@ def training_arguments(case: Case, output: Path, **more: Any) -> Any:
 
 
 def make_trainer(case: Case, output: Path, *, model: Any = None, base: Any = None, **more: Any) -> Any:
-    """A Trainer, ready; ``base`` may be a subclass of the Trainer."""
+    """Return a Trainer that is ready; ``base`` may be a subclass of the Trainer."""
     from transformers import Trainer
 
-    from ds_vrgd.integrations.hf import GSNRCallback, VRTrainerMixin
+    from ds_vrgd.hf import GSNRCallback, VRTrainerMixin
 
     made = getattr(ds_vrgd, case.optimizer)
     given: Any = {
@@ -244,15 +255,19 @@ def make_trainer(case: Case, output: Path, *, model: Any = None, base: Any = Non
 
 
 def weights_of(trainer: Any) -> dict[str, Tensor]:
-    """The model's weights in its own dtype, whole; a collective under DeepSpeed."""
+    """Return the model's weights in its own dtype, whole; a collective under DeepSpeed."""
     if not trainer.is_deepspeed_enabled:
-        return {name: param.detach().cpu().clone() for name, param in trainer.model.named_parameters()}
+        params = {name: param.detach() for name, param in trainer.model.named_parameters()}
+        return {
+            name: (param.full_tensor() if hasattr(param, "full_tensor") else param).cpu().clone()
+            for name, param in params.items()
+        }
     with whole_weights(trainer.model_wrapped) as weights:
         return {name: weight.detach().cpu().clone() for name, weight in weights.items()}
 
 
 def recording() -> Any:
-    """A Trainer that follows each of its windows with a step of the reference."""
+    """Return a Trainer class that takes a step of the reference after each window."""
     from transformers import Trainer
 
     class Recording(Trainer):  # type: ignore[misc]
@@ -294,7 +309,7 @@ def recording() -> Any:
             self.reference.step([self.chunk(inputs, counts) for inputs in micro_batches], clip=self.case.clip)
 
         def chunk(self, inputs: Any, counts: list[int]) -> dict[str, Tensor]:
-            """The mean over the chunks is the gradient: of the mean over all tokens, or over the chunks' means."""
+            """Return a chunk gradient. Their mean is that of the mean over all tokens, or over the chunks' means."""
             k = len(counts)
             if self.case.dtype == "fp32":
                 weight = k / sum(counts) if self.case.counts else 1.0 / labels_in(inputs)
@@ -312,8 +327,8 @@ def recording() -> Any:
 
 
 def run_case(case: Case, output: Path) -> Result:
-    """Train with the Trainer beside the reference."""
-    with fresh():
+    """Train with the Trainer and the reference, and compare."""
+    with fresh(fsdp=case.fsdp is not None):
         trainer = make_trainer(case, output, base=recording())
         trainer.begin(case)
         trainer.train()
@@ -341,7 +356,7 @@ def run_case(case: Case, output: Path) -> Result:
 
 
 def attempt(function: Callable[..., Any], *arguments: Any) -> Any:
-    """What the function returns; an error, which all ranks share, as its text."""
+    """Return what the function returns; an error, which all ranks share, as its text."""
     try:
         return function(*arguments)
     except Exception as error:

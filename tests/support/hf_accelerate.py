@@ -1,4 +1,4 @@
-"""Train with Accelerate as its documentation does, beside the dense float64 reference."""
+"""Train with Accelerate as its documentation does, and follow with the dense float64 reference."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import ds_vrgd
 from ds_vrgd.doctor.chunks import norm_of
 from ds_vrgd.doctor.reference import DenseOptimizer
 from ds_vrgd.doctor.weights import master_weights, whole_weights
-from ds_vrgd.statistics import find_optimizer
+from ds_vrgd.noise import find_optimizer
 from tests.support.hf import DECAY, LR, Corpus, chunk_gradients, deepspeed_config, fresh, labels_in, make_model
 from tests.support.trajectory import relative_error
 
@@ -20,12 +20,12 @@ STEPS, ACCUMULATION = 4, 3
 
 
 def offloaded(**more: Any) -> dict[str, Any]:
-    """A DeepSpeed JSON with the optimizer's state on the CPU."""
+    """Return a DeepSpeed JSON with the optimizer's state on the CPU."""
     return deepspeed_config(2) | {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}} | more
 
 
 def train(stage: int | None, entry: str, config: dict[str, Any] | None = None) -> tuple[float, float, int, str]:
-    """Train; returns (error of the weights, how far they moved, k, class of the optimizer).
+    """Train; return (error of the weights, how far they moved, k, class of the optimizer).
 
     Args:
         stage: ZeRO stage; None for no DeepSpeed.

@@ -1,4 +1,4 @@
-"""Train with the Trainer, stop, go on in a fresh one, and compare with a run that never stopped."""
+"""Train with the Trainer, stop, resume in a fresh one, and compare with a run that never stopped."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from typing import Any
 
 import torch
 
-from ds_vrgd.statistics import find_optimizer
+from ds_vrgd.noise import find_optimizer
 from tests.support.hf import Case, fresh, make_model, make_trainer, weights_of
-from tests.support.resuming import differences, real
+from tests.support.resuming import differences, shards
 
 
 def everything(trainer: Any) -> dict[str, Any]:
-    """All that the next step depends on, on this rank; a collective under DeepSpeed."""
+    """Return all that the next step depends on, on this rank; a collective under DeepSpeed."""
     optimizer = find_optimizer(trainer.optimizer)
     if trainer.is_deepspeed_enabled:
         tensors = optimizer.observer.tensors
@@ -21,11 +21,7 @@ def everything(trainer: Any) -> dict[str, Any]:
         tensors = [param for group in optimizer.param_groups for param in group["params"]]
     return {
         "model": weights_of(trainer),
-        "masters": [real(optimizer, tensor, tensor.detach()) for tensor in tensors],
-        "state": [
-            {key: real(optimizer, tensor, value) for key, value in optimizer.state[tensor].items()}
-            for tensor in tensors
-        ],
+        **shards(optimizer, tensors),
         "rates": [group["lr"] for group in optimizer.param_groups],
         "decays": [group["weight_decay"] for group in optimizer.param_groups],
         "schedule": trainer.lr_scheduler.state_dict(),
@@ -33,7 +29,7 @@ def everything(trainer: Any) -> dict[str, Any]:
 
 
 def resume(case: Case, folder: Path) -> tuple[list[str], int]:
-    """Where a resumed run differs from one that never stopped, bitwise, and how much state was compared."""
+    """Return where a resumed run differs bitwise from one that never stopped, and how much state was compared."""
     with fresh():
         trainer = make_trainer(case, folder / "whole", save_strategy="steps", save_steps=2, max_steps=4)
         trainer.train()
@@ -54,8 +50,8 @@ def resume(case: Case, folder: Path) -> tuple[list[str], int]:
 
 
 def _losses(trainer: Any) -> list[dict[str, Any]]:
-    """What the log says of each step: its loss, and its GSNR."""
-    keys = ("loss", "gsnr_mean_ratio", "noise_scale", "noise_scale_mean", "noise_scale_low", "noise_scale_high")
+    """Return the log of each step: its loss, and its GSNR."""
+    keys = ("loss", "gsnr_mean_ratio", "noise_scale_mean", "noise_scale_low", "noise_scale_high")
     records = [{key: record[key] for key in keys if key in record} for record in trainer.state.log_history]
     lines = [record for record in records if record]
     return [one | other for one, other in zip(lines[::2], lines[1::2], strict=True)]

@@ -37,7 +37,7 @@ class TinyLM(nn.Module):
         return self.frozen(x + self.down(self.norm(torch.tanh(self.up(x)))))
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Mean next-token loss of ``(batch, LENGTH + 1)`` token numbers."""
+        """Return the mean next-token loss of ``(batch, LENGTH + 1)`` token numbers."""
         places = torch.arange(LENGTH, device=tokens.device)
         x = self.tokens(tokens[:, :-1]) + self.positions(places)
         if self.checkpointing:
@@ -49,7 +49,7 @@ class TinyLM(nn.Module):
 
 
 def make_model(checkpointing: str | None = None) -> TinyLM:
-    """The model with the same weights wherever it is made."""
+    """Return the model, with the same weights wherever it is made."""
     with torch.random.fork_rng():
         torch.manual_seed(1234)
         model = TinyLM(checkpointing)
@@ -59,23 +59,23 @@ def make_model(checkpointing: str | None = None) -> TinyLM:
 
 
 def param_groups(model: nn.Module, **without_decay: Any) -> list[dict[str, Any]]:
-    """Matrices in one group; biases and normalisation, without decay, in another."""
+    """Return matrices in one group; biases and normalisation, without decay, in another."""
     decayed = [
-        p for p in model.parameters() if (p.requires_grad and p.dim() != 1) or getattr(p, "ds_shape", [0]).__len__() > 1
+        p for p in model.parameters() if (p.requires_grad and p.dim() != 1) or len(getattr(p, "ds_shape", [0])) > 1
     ]
     others = [p for p in model.parameters() if p.requires_grad and not any(p is d for d in decayed)]
     return [{"params": decayed}, {"params": others, "weight_decay": 0.0, **without_decay}]
 
 
 def batches(step: int, count: int, size: int = 4) -> list[Tensor]:
-    """``count`` micro-batches of step ``step``: ``(size, LENGTH + 1)`` token numbers, the same on every rank."""
+    """Return ``count`` micro-batches of step ``step``: ``(size, LENGTH + 1)`` token numbers, the same on every rank."""
     generator = torch.Generator().manual_seed(9000 + step)
     tokens = torch.randint(0, VOCABULARY - 20, (count, size, LENGTH + 1), generator=generator)
     return list(tokens)
 
 
 class OutOfMemory(torch.autograd.Function):
-    """Fails in the backward pass, when the layers above have their gradients."""
+    """A layer that fails in the backward pass, when the layers above have their gradients."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:

@@ -26,7 +26,7 @@ class Tokens(nn.Module):
 
 
 class Block(nn.Module):
-    """What stands between them; odd sizes."""
+    """A layer between embedding and output, of odd sizes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class Block(nn.Module):
 
 
 class Bias(nn.Module):
-    """Makes the last stage's parameters begin elsewhere than the first's."""
+    """A layer that has the last stage's parameters begin at another offset than the first's."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -58,10 +58,21 @@ def loss_of(logits: Tensor, labels: Tensor) -> Tensor:
     return nn.functional.cross_entropy(logits.float().flatten(0, 1), labels.flatten())
 
 
-class Plain(nn.Module):
-    """The same model in one piece, with the names that the pipeline's stages have."""
+#: The output's copy of the table in a :class:`Plain` whose two uses of it are apart.
+COPY = "copy.weight"
 
-    def __init__(self, blocks: int, *, tied: bool = True) -> None:
+
+class Plain(nn.Module):
+    """The same model in one piece, with the names that the pipeline's stages have.
+
+    Args:
+        blocks: between the embedding and the output.
+        tied: whether these two share their weight.
+        apart: whether the output has a copy of that weight, :data:`COPY`, so that autograd does not add up the two
+            parts of the gradient in the model's dtype.
+    """
+
+    def __init__(self, blocks: int, *, tied: bool = True, apart: bool = False) -> None:
         super().__init__()
         if tied:
             self.tied_modules = nn.ModuleDict({"tokens": Tokens()})
@@ -72,33 +83,30 @@ class Plain(nn.Module):
         self.add_module(str(blocks + 1), Bias())
         if not tied:
             self.add_module(str(blocks + 2), Head())
+        self.copy = Tokens() if apart else None
         self.blocks, self.tied = blocks, tied
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Mean next-token loss of ``(batch, LENGTH + 1)`` token numbers."""
+        """Return the mean next-token loss of ``(batch, LENGTH + 1)`` token numbers."""
         first = self.tied_modules["tokens"] if self.tied else getattr(self, "0")
         x = first(tokens[:, :-1])
         for index in range(1, self.blocks + 2):
             x = getattr(self, str(index))(x)
-        logits = logits_of(first, x) if self.tied else getattr(self, str(self.blocks + 2))(x)
+        logits = logits_of(self.copy or first, x) if self.tied else getattr(self, str(self.blocks + 2))(x)
         return loss_of(logits, tokens[:, 1:])
 
 
-class Head(nn.Module):
-    """An output layer of its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(VOCABULARY, WIDTH))
+class Head(Tokens):
+    """An output layer with a weight of its own."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return nn.functional.linear(x, self.weight)
+        return logits_of(self, x)
 
 
-def plain_model(blocks: int, *, tied: bool = True) -> Plain:
-    """With the same weights wherever it is made."""
+def plain_model(blocks: int, *, tied: bool = True, apart: bool = False) -> Plain:
+    """Return the model, with the same weights wherever it is made; a copy of the table has weights of its own."""
     generator = torch.Generator().manual_seed(77)
-    model = Plain(blocks, tied=tied)
+    model = Plain(blocks, tied=tied, apart=apart)
     with torch.no_grad():
         for name, param in model.named_parameters():
             mean = 1.0 if name.endswith("norm.weight") else 0.0
@@ -107,7 +115,7 @@ def plain_model(blocks: int, *, tied: bool = True) -> Plain:
 
 
 def pipeline(blocks: int, stages: int, *, tied: bool = True, **options: Any) -> PipelineModule:
-    """The stage of this rank, with the weights of :func:`plain_model`."""
+    """Return the stage of this rank, with the weights of :func:`plain_model`."""
     first = TiedLayerSpec("tokens", Tokens) if tied else LayerSpec(Tokens)
     last = TiedLayerSpec("tokens", Tokens, forward_fn=logits_of) if tied else LayerSpec(Head)
     layers = [first, *(LayerSpec(Block) for _ in range(blocks)), LayerSpec(Bias), last]
@@ -121,12 +129,12 @@ def pipeline(blocks: int, stages: int, *, tied: bool = True, **options: Any) -> 
 
 
 def samples(micro_batches: list[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
-    """As the engine reads them: inputs for the first stage, labels for the last."""
+    """Yield micro-batches as the engine reads them: inputs for the first stage, labels for the last."""
     for tokens in micro_batches:
         yield tokens[:, :-1], tokens[:, 1:]
 
 
 def shares(step: int, ranks: int, accumulation: int) -> list[list[Tensor]]:
-    """The micro-batches of a step, by data-parallel rank."""
+    """Return the micro-batches of a step, by data-parallel rank."""
     everything = batches(step, ranks * accumulation)
     return [everything[rank * accumulation : (rank + 1) * accumulation] for rank in range(ranks)]

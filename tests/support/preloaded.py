@@ -8,7 +8,8 @@ import gc
 import deepspeed.runtime.bf16_optimizer
 import torch
 
-import ds_vrgd.zero
+import ds_vrgd.doctor.ranks
+import ds_vrgd.engines.deepspeed
 
 __all__ = ["deepspeed", "ds_vrgd", "torch"]
 

@@ -1,9 +1,9 @@
-"""Train an engine for some steps, and take down everything that its next step depends on."""
+"""Train an engine for some steps, and record everything that its next step depends on."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ MOVING: dict[str, Any] = {
 
 
 def moving_config(case: Case, world: int, **more: Any) -> dict[str, Any]:
-    """The case's JSON with a learning rate, and in fp16 a loss scale, that changes from step to step."""
+    """Return the case's JSON with a learning rate, and in fp16 a loss scale, that changes from step to step."""
     config = copy.deepcopy(case.config(world)) | copy.deepcopy(MOVING) | more
     if case.dtype == "fp16":
         config["fp16"] |= {"loss_scale_window": 2, "hysteresis": 1}
@@ -28,7 +28,7 @@ def moving_config(case: Case, world: int, **more: Any) -> dict[str, Any]:
 
 
 def train(engine: Any, case: Case, rank: int, world: int, steps: range) -> None:
-    """The steps' micro-batches come from their numbers alone."""
+    """Take steps whose micro-batches depend on their numbers alone."""
     for step in steps:
         micro_batches = [tokens.to(engine.device) for tokens in batches(step, case.accumulation * world)]
         for index in range(case.accumulation):
@@ -37,24 +37,19 @@ def train(engine: Any, case: Case, rank: int, world: int, steps: range) -> None:
 
 
 def options(engine: Any) -> list[dict[str, Any]]:
-    """Of every param group; torch adds "differentiable" when it loads."""
+    """Return the options of every param group; torch adds "differentiable" when it loads."""
     groups = engine.basic_optimizer.param_groups
     return [{n: value for n, value in group.items() if n not in ("params", "differentiable")} for group in groups]
 
 
 def everything(engine: Any, *, schedule: bool = True) -> dict[str, Any]:
-    """This rank's shards and state as they lie, and what the ranks share; a collective at stage 3."""
+    """Return this rank's shards and state, and what the ranks share; a collective at stage 3."""
     optimizer = engine.basic_optimizer
-    tensors = optimizer.observer.tensors
     with whole_weights(engine) as weights:
         model = {name: weight.detach().cpu().clone() for name, weight in weights.items()}
     return {
         "model": model,
-        "masters": [real(optimizer, tensor, tensor.detach()) for tensor in tensors],
-        "state": [
-            {key: real(optimizer, tensor, value) for key, value in optimizer.state.get(tensor, {}).items()}
-            for tensor in tensors
-        ],
+        **shards(optimizer, optimizer.observer.tensors),
         "options": options(engine),
         "loss_scale": float(getattr(engine.optimizer, "loss_scale", 1.0)),
         "steps": (engine.global_steps, engine.skipped_steps),
@@ -62,8 +57,17 @@ def everything(engine: Any, *, schedule: bool = True) -> dict[str, Any]:
     }
 
 
+def shards(optimizer: Any, tensors: Iterable[Tensor]) -> dict[str, list[Any]]:
+    """Return the masters and the state of an optimizer's tensors, without padding."""
+    masters, state = [], []
+    for tensor in tensors:
+        masters.append(real(optimizer, tensor, tensor.detach()))
+        state.append({key: real(optimizer, tensor, value) for key, value in optimizer.state.get(tensor, {}).items()})
+    return {"masters": masters, "state": state}
+
+
 def real(optimizer: Any, tensor: Tensor, values: Tensor) -> Tensor | list[Tensor]:
-    """The elements that belong to a parameter; the padding of ZeRO-3 is whatever was in memory."""
+    """Return the elements that belong to a parameter; the padding of ZeRO-3 is uninitialised memory."""
     if values.dim() == 0:
         return values.cpu().clone()
     flat = values.flatten()
@@ -74,7 +78,7 @@ def real(optimizer: Any, tensor: Tensor, values: Tensor) -> Tensor | list[Tensor
 
 
 def whole_state(engine: Any) -> dict[str, dict[str, Tensor]]:
-    """``fp32`` and every per-element state by layer, flat, put together from all ranks; a collective."""
+    """Return ``fp32`` and every per-element state by layer, flat, gathered from all ranks; a collective."""
     optimizer = engine.basic_optimizer
     tensors = optimizer.observer.tensors
     found = {"fp32": whole_layers(optimizer, {tensor: tensor.detach() for tensor in tensors})}
@@ -91,7 +95,7 @@ def whole_state(engine: Any) -> dict[str, dict[str, Tensor]]:
 
 
 def differences(one: Any, other: Any, path: str = "") -> list[str]:
-    """Where two structures of tensors differ, bitwise."""
+    """Return where two structures of tensors differ, bitwise."""
     if isinstance(one, Tensor) and isinstance(other, Tensor):
         return [] if one.dtype == other.dtype and torch.equal(one, other) else [path]
     if isinstance(one, Mapping) and isinstance(other, Mapping):

@@ -1,4 +1,4 @@
-"""A small attention model whose sequences are cut over ranks by DeepSpeed Ulysses, beside the same model uncut."""
+"""A small attention model whose sequences are cut over ranks by DeepSpeed Ulysses, and the same model uncut."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class SequenceLM(nn.Module):
         self.head.weight = self.tokens.weight
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """This rank's part of the mean next-token loss of ``(batch, LENGTH + 1)`` tokens, which is the parts' sum."""
+        """Return this rank's part of the mean next-token loss of ``(batch, LENGTH + 1)`` tokens; they add up."""
         size = LENGTH // self.parts
         places = torch.arange(self.part * size, (self.part + 1) * size, device=tokens.device)
         x = self.tokens(tokens[:, places]) + self.positions(places) + self.first * (places == 0).unsqueeze(1)
@@ -57,7 +57,7 @@ class SequenceLM(nn.Module):
 
 
 def make_sequence_model(group: Any | None = None) -> SequenceLM:
-    """The model with the same weights wherever it is made."""
+    """Return the model, with the same weights wherever it is made."""
     with torch.random.fork_rng():
         torch.manual_seed(4321)
         model = SequenceLM(group)
@@ -68,6 +68,6 @@ def make_sequence_model(group: Any | None = None) -> SequenceLM:
 
 
 def sequence_batches(step: int, count: int) -> list[Tensor]:
-    """``count`` micro-batches of ``(2, LENGTH + 1)`` token numbers, the same on every rank."""
+    """Return ``count`` micro-batches of ``(2, LENGTH + 1)`` token numbers, the same on every rank."""
     generator = torch.Generator().manual_seed(700 + step)
     return list(torch.randint(0, VOCABULARY, (count, 2, LENGTH + 1), generator=generator))

@@ -1,9 +1,9 @@
-"""Drive a DeepSpeed engine for some steps beside the dense float64 reference.
+"""Drive a DeepSpeed engine for some steps, and follow with the dense float64 reference.
 
 The reference gets its chunk gradients from a plain copy of the model (no engine, no hook) that holds the engine's
-weights, one backward pass a chunk; it knows nothing of ranks, shards or buckets. Without GSNR nothing of ours sees
-the chunks, so in half precision the reference is then given the mean that DeepSpeed hands over, put together from
-all ranks.
+weights, one backward pass per chunk; it knows nothing of ranks, shards or buckets. Without GSNR nothing of ours sees
+the chunks, so in half precision the reference is then given the mean that DeepSpeed hands over, gathered from all
+ranks.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ import ds_vrgd
 from ds_vrgd.doctor.chunks import chunk_gradients, norm_of
 from ds_vrgd.doctor.reference import DenseOptimizer
 from ds_vrgd.doctor.weights import HandedMean, master_weights, whole_weights
+from ds_vrgd.noise import GradientNoise, gradient_noise
 from ds_vrgd.optim import OPTIMIZERS
-from ds_vrgd.statistics import GradientNoise, gradient_noise
 from tests.support.model import TinyLM, batches, make_model, param_groups
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -49,13 +49,14 @@ class Case:
         optimizer: name, as in the JSON.
         stage: ZeRO stage.
         dtype: of the model: fp32, bf16, fp16.
-        accumulation: micro-batches a step.
+        accumulation: micro-batches per step.
         accum_dtype: DeepSpeed's ``data_types.grad_accum_dtype``, or None for the model's.
         steps: optimizer steps.
         clip: DeepSpeed's ``gradient_clipping``.
         loss_scale_power: fp16's initial loss scale is 2 to this.
         zero: further keys of ``zero_optimization``.
         arguments: optimizer arguments over :data:`ARGUMENTS`.
+        of_vectors: further arguments of the param group of biases and normalisation.
         checkpointing: activation checkpointing of the model.
         zero_init: build the model under ``deepspeed.zero.Init``.
         entry: how the optimizer reaches the engine: json, instance, factory.
@@ -77,6 +78,7 @@ class Case:
     loss_scale_power: int = 8
     zero: Mapping[str, Any] = field(default_factory=dict)
     arguments: Mapping[str, Any] = field(default_factory=dict)
+    of_vectors: Mapping[str, Any] = field(default_factory=dict)
     checkpointing: str | None = None
     zero_init: bool = False
     entry: str = "json"
@@ -91,21 +93,22 @@ class Case:
         return {**ARGUMENTS[self.optimizer], **self.arguments}
 
     def given(self) -> dict[str, Any]:
-        """All arguments of the optimizer."""
+        """Return all arguments of the optimizer."""
         told = {"reduction": self.reduction, "ranks_per_node": self.ranks_per_node, "nonfinite": self.nonfinite}
         defaults = {"reduction": "auto", "ranks_per_node": None, "nonfinite": "skip"}
         return self.hyper() | {name: value for name, value in told.items() if value != defaults[name]}
 
     def is_fused(self) -> bool:
-        """Whether our exchange replaces DeepSpeed's reduction."""
-        beside = self.stage == 0 or self.reduction == "observe" or "offload_optimizer" in self.zero
-        return not (beside or (self.stage == 1 and (self.dtype, self.accum_dtype) == ("bf16", "fp32")))
+        """Return whether our exchange replaces DeepSpeed's reduction."""
+        observes = self.stage == 0 or self.reduction == "observe" or "offload_optimizer" in self.zero
+        return not (observes or (self.stage == 1 and (self.dtype, self.accum_dtype) == ("bf16", "fp32")))
 
     def without_decay(self) -> dict[str, Any]:
-        return {"adapt": False} if self.optimizer in ADAPTIVE else {}
+        """Return the arguments of the param group of biases and normalisation."""
+        return ({"adapt": False} if self.optimizer in ADAPTIVE else {}) | self.of_vectors
 
     def config(self, world: int) -> dict[str, Any]:
-        """The DeepSpeed JSON."""
+        """Return the DeepSpeed JSON."""
         zero: dict[str, Any] = {"stage": self.stage, "reduce_bucket_size": 300, "allgather_bucket_size": 300}
         if self.stage == 3:
             zero |= {"stage3_param_persistence_threshold": 0, "sub_group_size": 400}
@@ -159,7 +162,7 @@ class Result:
 
 
 def build(case: Case, world: int, config: dict[str, Any] | None = None) -> Any:
-    """The engine of a case, perhaps with another JSON than the case's own."""
+    """Return the engine of a case, perhaps with another JSON than the case's own."""
     config = config or case.config(world)
     if case.zero_init:
         with deepspeed.zero.Init(config_dict_or_path=config):
@@ -187,7 +190,7 @@ def _set_weights(model: TinyLM) -> None:
 
 
 def run_case(case: Case, rank: int, world: int) -> Result | None:
-    """Train; returns the errors on rank 0 and None elsewhere."""
+    """Train; return the errors on rank 0 and None elsewhere."""
     engine = build(case, world)
     plain = make_model().to(engine.device, DTYPES[case.dtype])
     start = {name: weight.cpu().double() for name, weight in plain.named_parameters() if weight.requires_grad}
@@ -238,7 +241,7 @@ def run_case(case: Case, rank: int, world: int) -> Result | None:
 
 
 def noise_error(noise: GradientNoise, chunks: list[dict[str, Tensor]], size: int) -> float:
-    """The worst relative error of a layer's tr(Sigma), and of its |G|^2 relative to the squared norm of the mean.
+    """Return the worst error of a layer's tr(Sigma), relative; and of its |G|^2, relative to |mean|^2.
 
     Args:
         noise: what was measured.
@@ -255,13 +258,13 @@ def noise_error(noise: GradientNoise, chunks: list[dict[str, Tensor]], size: int
 
 
 def error_of_mean(mean: Mapping[str, Tensor], chunks: list[dict[str, Tensor]]) -> float:
-    """Norm-wise, of a flat mean by name against that of the chunks' gradients."""
+    """Return the norm-wise error of a flat mean by name, compared with the mean of the chunks' gradients."""
     right = {name: torch.stack([chunk[name] for chunk in chunks]).mean(0).flatten() for name in chunks[0]}
     return norm_of([mean[name].double() - grad for name, grad in right.items()]) / norm_of(list(right.values()))
 
 
 def relative_error(masters: Mapping[str, Tensor], reference: DenseOptimizer) -> float:
-    """Norm-wise, |theta - theta_ref| / |theta_ref|; ``masters`` flat, by name, and complete."""
+    """Return |theta - theta_ref| / |theta_ref| over all layers; ``masters`` flat, by name, and complete."""
     assert set(masters) == set(reference.params)
     error = norm_of([masters[name].double() - weight.flatten() for name, weight in reference.params.items()])
     return error / norm_of(list(reference.params.values()))
@@ -278,7 +281,7 @@ def reference_groups(start: Mapping[str, Tensor], case: Case) -> list[dict[str, 
 
 
 def run_cases(rank: int, world: int, cases: list[Case]) -> list[Result | str | None]:
-    """Every case in one process; an error that all ranks share is returned as its text."""
+    """Run every case in one process; return an error that all ranks share as its text."""
     results: list[Result | str | None] = []
     for case in cases:
         try:

@@ -1,0 +1,132 @@
+"""The cost of the checks of every window: ``python -m benchmarks.checks --ranks 2``.
+
+One engine takes its steps in blocks, with the checks and without them in turns, so that neither has the warmer card.
+Without them nobody looks for edited gradients, for hooks on accumulated gradients, or for gradients that are no part of
+the chunk. The ratio of a pair of blocks is that of their median steps.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from statistics import median
+from unittest import mock
+
+import torch
+
+from benchmarks.bert import NETWORKS
+from benchmarks.command import command_line
+from benchmarks.plan import Configuration
+from benchmarks.ranks import Rank, run_on_ranks
+from benchmarks.record import environment
+from benchmarks.steps import WARMUP_STEPS, StepTimer
+from benchmarks.timing import Clock, Spread
+from benchmarks.training import build, free, release, storages
+from ds_vrgd.engines.deepspeed.chunks import Chunks
+from ds_vrgd.engines.deepspeed.edited import EditDetector, FusedEdits
+
+STEPS = 3
+RESAMPLES = 10_000
+
+
+@contextmanager
+def without_checks() -> Iterator[None]:
+    """Compare every gradient as if it were a part of a chunk, and the held gradient as if it had been measured."""
+
+    def came(self: Chunks, param: torch.Tensor) -> bool:
+        self.is_open = True
+        return True
+
+    with (
+        mock.patch.object(Chunks, "came", came),
+        mock.patch.object(FusedEdits, "come_last", return_value=None),
+        mock.patch.object(FusedEdits, "add_to_sums", return_value=None),
+        mock.patch.object(EditDetector, "find", return_value=[]),
+    ):
+        yield
+
+
+def interval(ratios: list[float]) -> tuple[float, float]:
+    """Return the 95 % interval of the ratios' median, by resampling."""
+    drawn = torch.randint(len(ratios), (RESAMPLES, len(ratios)), generator=torch.Generator().manual_seed(0))
+    medians = torch.tensor(ratios, dtype=torch.float64)[drawn].quantile(0.5, dim=1)
+    low, high = medians.quantile(torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
+    return low, high
+
+
+def measure(configuration: Configuration, rank: Rank, pairs: int) -> dict[str, object]:
+    """Time pairs of blocks of one configuration; a collective of all ranks."""
+    kept = set(storages())
+    training = build(configuration, rank)
+    batches = NETWORKS[configuration.model].batches(
+        configuration.accumulation, configuration.micro_batch, rank.index, rank.device
+    )
+    timer = StepTimer(training, batches, Clock(rank.device))
+    timer.run(WARMUP_STEPS)
+    with_checks: list[float] = []
+    without: list[float] = []
+    for pair in range(pairs):
+        for checked in (True, False) if pair % 2 else (False, True):
+            if checked:
+                with_checks.append(median(rank.slowest(timer.run(STEPS)["total"])))
+            else:
+                with without_checks():
+                    without.append(median(rank.slowest(timer.run(STEPS)["total"])))
+    training.close()
+    del training, timer
+    free(rank.device)
+    release(kept)
+    ratios = [one / other for one, other in zip(with_checks, without, strict=True)]
+    return {
+        "configuration": str(configuration),
+        "with": Spread.of(with_checks).to_json(),
+        "without": Spread.of(without).to_json(),
+        "ratio": median(ratios),
+        "interval": interval(ratios),
+        "pairs": pairs,
+    }
+
+
+def run(rank: Rank, chosen: argparse.Namespace, command: str) -> None:
+    """Measure every configuration on this rank, with the others."""
+    rows = []
+    for stage in chosen.stages:
+        for accumulation in chosen.accumulations:
+            for contender in chosen.contenders:
+                micro_batch = NETWORKS[chosen.model].micro_batch
+                configuration = Configuration(chosen.model, stage, accumulation, contender, micro_batch)
+                row = measure(configuration, rank, chosen.pairs)
+                rows.append(row)
+                low, high = row["interval"]  # type: ignore[misc]
+                rank.log(
+                    f"{configuration}: {row['with']['median'] * 1e3:.2f} ms with, "  # type: ignore[index]
+                    f"{row['without']['median'] * 1e3:.2f} without; "  # type: ignore[index]
+                    f"ratio {row['ratio']:.4f} ({low:.4f} to {high:.4f})"
+                )
+    if rank.is_first:
+        chosen.output.mkdir(parents=True, exist_ok=True)
+        found = {"environment": environment(command, rank.count, rank.device), "checks": rows}
+        (chosen.output / "checks.json").write_text(json.dumps(found, indent=1))
+
+
+def main(arguments: list[str]) -> int:
+    """Measure, and write ``checks.json``."""
+    gpus = torch.cuda.device_count()
+    parser = argparse.ArgumentParser("python -m benchmarks.checks", description=__doc__)
+    parser.add_argument("--ranks", type=int, default=gpus or 2)
+    parser.add_argument("--output", type=Path, default=Path("out/benchmarks"))
+    parser.add_argument("--model", choices=NETWORKS, default="large" if gpus else "tiny")
+    parser.add_argument("--stages", nargs="+", type=int, choices=(1, 2, 3), default=[1, 2])
+    parser.add_argument("--accumulations", nargs="+", type=int, default=[1, 4])
+    parser.add_argument("--contenders", nargs="+", default=["vrlamb-fused"])
+    parser.add_argument("--pairs", type=int, default=60, help="of blocks of 3 steps")
+    chosen = parser.parse_args(arguments)
+    return run_on_ranks(chosen.ranks, run, chosen, command_line(arguments, "benchmarks.checks"))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,213 @@
+"""The exchange in the place of FSDP2's reduce-scatter: an all-to-all, after which each owner holds all ranks' rows."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ds_vrgd.engines.fsdp.units import Unit
+from ds_vrgd.moments import ChunkNorms, Moments, local
+from ds_vrgd.moments.chan import merge_chunks_, merge_ranks_, merge_zeros_, zeros_like
+from ds_vrgd.moments.store import on_device_of
+
+
+class UnitExchange:
+    """The communication of one unit (``torch.distributed.fsdp``'s ``ReduceScatter``), and its moments in a window.
+
+    FSDP2 calls it once for each micro-batch, on its own stream, with the buffer of this rank's gradients in the dtype
+    of the wire. What goes back to FSDP2, and into ``.grad``, is the sum or the mean over the ranks in fp32.
+
+    On CUDA everything here runs on the stream of FSDP2's reduction, for which the backward pass waits at its end.
+
+    Memory: 8 bytes per element of the shards in a window, and during a micro-batch a second buffer like FSDP2's own.
+
+    Args:
+        unit: the unit.
+        reduces: called with this exchange before each of its reductions; not kept alive, and without it only the mean
+            is formed.
+        norms: takes the norm of every buffer, under the first of the unit's parameters.
+        observed: whether the moments are wanted.
+
+    Attributes:
+        unit, observed: as given.
+        parts: micro-batches that are in the moments.
+    """
+
+    def __init__(
+        self, unit: Unit, reduces: Callable[[UnitExchange], None], norms: ChunkNorms, *, observed: bool
+    ) -> None:
+        self.unit, self.observed, self.parts = unit, observed, 0
+        self._reduces: Any = weakref.WeakMethod(reduces)
+        self._norms = norms
+        self._held: tuple[Tensor, Tensor] | None = None
+        self._where: dict[Tensor, slice] = {}
+        self._versions: dict[Tensor, int] = {}
+        self._before = unit.communication
+        self._reduced_unused = unit.reduce_unused(True)
+        self._alone: tuple[Tensor, Any] | None = None
+        self._allocated = 0
+        unit.module.set_custom_reduce_scatter(self)  # type: ignore[arg-type]
+
+    def detach(self) -> None:
+        """Give the unit its own communication back."""
+        if self.unit.communication is self:
+            self.unit.module.set_custom_reduce_scatter(self._before)
+            self.unit.reduce_unused(self._reduced_unused)
+        self.reset()
+
+    def retire(self) -> None:
+        """Detach the observer whose exchange this is: another one takes its place."""
+        owner = self._reduces()
+        (self if owner is None else owner.__self__).detach()
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return memory for FSDP2: first for the buffer to be sent, then for what stays of it on this rank."""
+        self._allocated += 1
+        if self._allocated == 1:
+            return torch.empty(*size, dtype=dtype, device=device)
+        self._allocated = 0
+        # The result is not rounded to the dtype of the wire: FSDP2 casts it to the parameters', or leaves it.
+        result = torch.empty(*size, dtype=torch.promote_types(dtype, torch.float32), device=device)
+        if self.unit.ranks == 1:  # FSDP2 copies the buffer there, and calls nobody
+            self._alone = result, torch.accelerator.current_stream() if device.type != "cpu" else None
+            if (reduces := self._reduces()) is not None:
+                reduces(self)
+        return result
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False
+    ) -> None:
+        """Exchange one micro-batch, merge it, and write the ranks' sum or mean to ``output_tensor``."""
+        self._allocated = 0
+        if (reduces := self._reduces()) is not None:
+            if self._alone is None:  # else allocate() has reported it: torch 2.9 calls this with a single rank, too
+                reduces(self)
+            self._alone = None
+            self._note(input_tensor)
+        received = torch.empty_like(input_tensor)
+        dist.all_to_all_single(received, input_tensor, group=group)
+        rows = received.view(self.unit.ranks, -1)
+        torch.sum(rows, 0, dtype=output_tensor.dtype, out=output_tensor)
+        if op == dist.ReduceOp.AVG:
+            output_tensor.div_(self.unit.ranks)
+        elif op != dist.ReduceOp.SUM:  # a factor that NCCL would multiply by on the way
+            output_tensor.div_(self.unit.divisor)
+        if reduces is not None:
+            self._merge(rows)
+
+    def merge_alone(self) -> None:
+        """Merge what a single rank has kept of its own micro-batch, at the end of the backward pass."""
+        if self._alone is not None:
+            (result, stream), self._alone = self._alone, None
+            if stream is not None:
+                torch.accelerator.current_stream().wait_stream(stream)
+            rows = result.view(1, -1)
+            self._note(rows)
+            self._merge(rows if self.unit.divisor == 1.0 else rows * self.unit.divisor)
+
+    def _note(self, buffer: Tensor) -> None:
+        if self.observed:
+            if self.parts == 0:
+                self._norms.forget(self.unit.params[0])
+            self._norms.note(self.parts, [(self.unit.params[0], buffer)])
+
+    def _merge(self, rows: Tensor) -> None:
+        if self.observed:
+            width = rows.shape[1]
+            if self._held is None or len(self._held[0]) != width:
+                self._where = self._laid_out(width)
+                wide = torch.promote_types(rows.dtype, torch.float32)
+                total, m2 = (torch.empty(width, dtype=wide, device=rows.device) for _ in range(2))  # aligned, both
+                self._held = total, m2
+            merge_chunks_(rows, *self._held, self.parts)
+        self.parts += 1
+
+    def _laid_out(self, width: int) -> dict[Tensor, slice]:
+        """Return where each parameter is in this rank's row of ``width`` elements."""
+        where, start = {}, 0
+        for param, numel, slot in self.unit.slots:
+            where[param] = slice(start, start + numel)
+            start += slot
+        if start != width:
+            raise RuntimeError(
+                f"FSDP2 reduces {width} elements of '{self.unit.name}' on each rank, and {start} belong to parameters "
+                f"that are trained: some got no gradient in this backward pass, and torch {torch.__version__} does not "
+                "report which. Use torch 2.13 or newer, or freeze the parameters that take no part"
+            )
+        return where
+
+    # -- what the program throws away ---------------------------------------------------------------------------------
+
+    def note_versions(self) -> None:
+        """Remember what ``.grad`` is at the end of a backward pass."""
+        self._versions = {param: _version(param.grad) for param in self.unit.params if param.grad is not None}
+
+    def drop_discarded(self) -> None:
+        """Forget the chunks of gradients that were set to None since the last backward pass.
+
+        Raises:
+            RuntimeError: they were set to zero in place. What this rank has of them cannot tell whether they were on
+                all ranks, or are zero by themselves. They are only looked at where somebody has written to them.
+        """
+        gone = [param for param in self._versions if param.grad is None]
+        if gone and len(gone) == len(self._versions):
+            self.reset()
+        elif self._held is not None:
+            for param in gone:
+                for moment in self._held:
+                    moment[self._where[param]].zero_()
+        held = [(param.grad, version) for param, version in self._versions.items() if param.grad is not None]
+        held = [(grad, version) for grad, version in held if local(grad).numel()]
+        written = [grad for grad, version in held if _version(grad) != version]
+        if written and len(written) == len(held) and not any(bool(local(grad).count_nonzero()) for grad in written):
+            raise RuntimeError(
+                f"the gradients of '{self.unit.name}' were set to zero in place between two backward passes of a "
+                "window, and their chunks would count. Use optimizer.zero_grad() or model.zero_grad()"
+            )
+
+    # -- the window's moments -----------------------------------------------------------------------------------------
+
+    def finish(self, parts: int) -> None:
+        """Complete the moments over ``parts`` micro-batches, and over the copies of the shards; a collective there."""
+        if self._held is None:
+            return
+        total, m2 = self._held
+        if self.parts < parts:  # the unit took no part in some: its gradient there is 0
+            merge_zeros_(total, m2, self.parts, parts - self.parts, self.unit.ranks)
+            self.parts = parts
+        if self.unit.replicate_group is not None:
+            merge_ranks_(total, m2, parts, self.unit.ranks, self.unit.replicate_group)
+
+    def moments(self, param: Tensor) -> Moments:
+        """Return the moments of this rank's part of a parameter, on its device, flat."""
+        part = local(param)
+        if self._held is None:
+            return zeros_like(part, max(self.parts, 1))
+        total, m2 = (on_device_of(part, moment[self._where[param]]) for moment in self._held)
+        return Moments(total, m2, self.parts)
+
+    def bad(self) -> list[Tensor]:
+        """Return the parameters of which this rank's part of the moments is not finite; waits for them."""
+        total = None if self._held is None else self._held[0]
+        if total is None:
+            return []
+        return [param for param, run in self._where.items() if not bool(torch.isfinite(total[run].sum()))]
+
+    def held_bytes(self) -> int:
+        """Return the bytes of the moments that are held now."""
+        return sum(moment.nbytes for moment in self._held or ())
+
+    def reset(self) -> None:
+        """Begin the next window."""
+        self._held, self.parts, self._allocated, self._alone = None, 0, 0, None
+        self._versions.clear()
+
+
+def _version(grad: Tensor) -> int:
+    """Return how often a gradient was written to: as a DTensor, and on this rank alone."""
+    return grad._version + local(grad)._version

@@ -1,0 +1,260 @@
+"""The adapter of FSDP2: units feed the moments, and the gradient of a step is what is in ``.grad``."""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ds_vrgd.engines.fsdp.exchange import UnitExchange
+from ds_vrgd.engines.fsdp.units import units_of
+from ds_vrgd.engines.patches import Patches
+from ds_vrgd.moments import Moments, Ranks, ShardLayout, is_dtensor
+from ds_vrgd.optim import VROptimizer, checks, world
+from ds_vrgd.optim.observer import BadGradient
+from ds_vrgd.optim.plain import GradientObserver
+
+
+def attach(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Let an optimizer see the chunks of a model: :func:`ds_vrgd.attach`."""
+    inner = optimizer
+    while not isinstance(inner, VROptimizer):
+        wrapped = getattr(inner, "optimizer", None)
+        if wrapped is None:
+            raise TypeError(f"ds_vrgd.attach: {type(inner).__name__} is not an optimizer of ds_vrgd")
+        inner = wrapped
+    inner.observe(FSDPObserver(model, inner.param_groups, type(inner).__name__))
+
+
+class FSDPObserver(GradientObserver):
+    """The observer of a model's units.
+
+    Args:
+        model: the root module.
+        groups: the optimizer's param groups.
+        optimizer: name of its class.
+
+    Raises:
+        ValueError, RuntimeError: as :func:`attach`.
+    """
+
+    def __init__(self, model: nn.Module, groups: Sequence[dict[str, Any]], optimizer: str) -> None:
+        super().__init__()
+        self._optimizer, self._units = optimizer, units_of(model)
+        for unit in self._units:
+            if isinstance(earlier := unit.communication, UnitExchange):
+                earlier.retire()
+            elif (kind := type(earlier).__name__) != "DefaultReduceScatter":
+                raise ValueError(
+                    f"'{unit.name}' reduces its gradients by {kind}, which somebody has set "
+                    "(set_custom_reduce_scatter, or memory of the process group), and there can be one. Leave it out"
+                )
+        self._params = {param: unit for unit in self._units for param in unit.params}
+        self._names: dict[Tensor, str] = {param: name for name, param in model.named_parameters()}
+        self._exchanges: dict[Tensor, UnitExchange] = {}
+        self._came: set[UnitExchange] = set()
+        self._pass: Callable[[], Any] | None = None
+        self._is_open = self._told = self._is_retired = False
+        self._forwards = self._parts = 0
+        self.ranks = Ranks(self._units[0].device)
+        self._follow(model)
+        self.reload(groups)
+
+    def _follow(self, model: nn.Module) -> None:
+        """Count the forward passes of the model, and drop the window with its gradients; until :meth:`detach`."""
+        observer = weakref.ref(self)  # neither keeps the observer alive
+
+        def count(module: nn.Module, inputs: Any) -> None:
+            if (seen := observer()) is not None:
+                seen._forwards += torch.is_grad_enabled() and module.training
+
+        def drop() -> None:
+            if (seen := observer()) is not None:
+                seen.drop()
+
+        patches, handle = Patches(), model.register_forward_pre_hook(count)
+        patches.follow(model, "zero_grad", after=drop)
+        self._unfollow = [weakref.finalize(self, handle.remove), weakref.finalize(self, patches.undo)]
+
+    # -- the param groups ---------------------------------------------------------------------------------------------
+
+    def reload(self, groups: Sequence[dict[str, Any]]) -> bool:
+        """Observe the param groups that a checkpoint has brought, whose gamma may differ; always True."""
+        observed = {param for group in groups if group["gamma"] < 1.0 for param in group["params"]}
+        for group in groups:
+            self._require_sharded(group)
+        for exchange in set(self._exchanges.values()):
+            exchange.detach()
+        self._exchanges.clear()
+        for unit in self._units:
+            exchange = UnitExchange(
+                unit, self._on_reduction, self._norms, observed=not observed.isdisjoint(unit.params)
+            )
+            self._exchanges.update(dict.fromkeys(unit.params, exchange))
+        self._layouts = {param: ShardLayout.of(self._names.get(param, "unnamed"), param) for param in self._params}
+        self._ranks_agree = False
+        return True
+
+    def add_group(self, group: dict[str, Any]) -> None:
+        """Refuse a param group whose chunks were not observed from the start.
+
+        Raises:
+            ValueError: GSNR is on in the group.
+        """
+        self._require_sharded(group)
+        if group["gamma"] < 1.0 and any(not self._exchanges[p].observed for p in group["params"] if p.requires_grad):
+            super().add_group(group)
+        self._ranks_agree = False
+
+    def _require_sharded(self, group: dict[str, Any]) -> None:
+        """Require that the parameters whose chunks are wanted are the model's sharded ones."""
+        for param in group["params"]:
+            if group["gamma"] < 1.0 and param.requires_grad and param not in self._params:
+                name = self._names.get(param)
+                raise ValueError(
+                    f"{self._optimizer}: "
+                    + (
+                        f"'{name}' is in no module that fully_shard was called on, and nobody reduces its gradient. "
+                        "Call fully_shard on the model itself, too"
+                        if name is not None and not is_dtensor(param)
+                        else "a parameter of the optimizer is not one of the model's sharded parameters. Make the "
+                        "optimizer after fully_shard, over model.parameters()"
+                    )
+                )
+
+    def require_whole_layers(self, optimizer: str, groups: Sequence[dict[str, Any]]) -> None:
+        """Do nothing: the layouts say which part of a layer each rank has."""
+
+    # -- what FSDP2 reports -------------------------------------------------------------------------------------------
+
+    def _on_reduction(self, exchange: UnitExchange) -> None:
+        """Open the backward pass at its first reduction, and forget what the program has thrown away."""
+        if not (self._pass is not None and self._pass() is not None):
+            self._refuse_broken_pass()
+            self._is_open = True
+
+            def end() -> None:
+                self._end_pass()
+
+            self._pass = weakref.ref(end)
+            torch.autograd.Variable._execution_engine.queue_callback(end)
+        if exchange in self._came:
+            raise RuntimeError(
+                f"FSDP2 reduces the gradients of '{exchange.unit.name}' twice in one backward pass, as it does where a "
+                "module runs twice in a forward pass, and half of a chunk is no chunk. Call fully_shard on the module "
+                "around both calls instead, so that one reduction has their sum"
+            )
+        self._came.add(exchange)
+        exchange.drop_discarded()
+
+    def _end_pass(self) -> None:
+        self._pass, self._is_open = None, False
+        for exchange in self._came:
+            exchange.merge_alone()
+            exchange.note_versions()
+        self._came.clear()
+
+    def _refuse_broken_pass(self) -> None:
+        if self._is_open:
+            raise RuntimeError(
+                "a backward pass of this window broke off (an exception, such as running out of memory), and the "
+                "gradients hold a part of it. Call optimizer.zero_grad() where you catch the exception, and begin the "
+                "window again."
+            )
+
+    # -- what the optimizer asks for in step() ------------------------------------------------------------------------
+
+    @property
+    def _all(self) -> list[UnitExchange]:
+        return list(dict.fromkeys(self._exchanges.values()))
+
+    def announce(self, optimizer: str, k: int) -> None:
+        """Report k, units, layers and parameters on the first rank."""
+        if world.is_first():
+            ranks, numels = k // self._parts, [param.numel() for param in self._params if param.requires_grad]
+            world.announce(
+                f"{optimizer}: k = {k} ({ranks} rank{'s' * (ranks > 1)} x {self._parts} micro-batches) in the first "
+                f"step; FSDP2, the exchange in place of its reduce-scatter; {len(self._units)} units, {len(numels)} "
+                f"layers, {sum(numels):,} parameters"
+            )
+
+    def only_makes_state(self, grads: Sequence[Tensor], *, rates_are_zero: bool) -> bool:
+        """Return whether ``torch.distributed.checkpoint`` primes the optimizer: without a backward pass, at rate 0."""
+        return rates_are_zero and not any(exchange.parts for exchange in self._all)
+
+    def finish(self) -> int:
+        """Complete the window's moments; a collective where there are copies of the shards (HSDP).
+
+        Raises:
+            RuntimeError: a backward pass of the window broke off, or another optimizer has been attached.
+        """
+        if self._is_retired:
+            raise RuntimeError(
+                f"{self._optimizer}: another optimizer has been attached to this model since, and sees its chunks. Use "
+                "one optimizer with several param groups, or attach this one again before the next backward pass"
+            )
+        self._refuse_broken_pass()
+        if not self._parts:
+            self._parts = max(exchange.parts for exchange in self._all)
+            for exchange in self._all:
+                exchange.finish(self._parts)
+        return self._parts * self._units[0].ranks * self._units[0].replicas
+
+    def bad_gradients(self) -> list[BadGradient]:
+        """Return the bad gradients of all ranks. A collective.
+
+        Rank and micro-batch are those of a unit's buffer, and the layers are where its moments are not finite.
+        """
+        layers = {exchange.unit.name: [self._name_of(param) for param in exchange.bad()] for exchange in self._all}
+        everyone: list[dict[str, list[str]]] = [layers]
+        if (group := world.group()) is not None:
+            everyone = [layers] * torch.distributed.get_world_size(group)
+            torch.distributed.all_gather_object(everyone, layers, group=group)
+        found = checks.gather_bad(self._norms, lambda param: self._params[param].name, group)
+        return [
+            BadGradient(bad.rank, bad.micro_batch, layer, bad.kind)
+            for bad in found
+            for layer in dict.fromkeys(name for of_rank in everyone for name in of_rank[bad.layer]) or [bad.layer]
+        ]
+
+    def moments(self, tensor: Tensor) -> Moments:
+        """Return the moments of this rank's part of a parameter, flat."""
+        return self._exchanges[tensor].moments(tensor)
+
+    def unit(self, k: int) -> float:
+        """Return the number of micro-batches, by which each loss counts as divided, times what FSDP2 left undivided."""
+        unit = self._units[0]
+        return self._parts * unit.ranks * unit.replicas / unit.divisor
+
+    def held_bytes(self) -> tuple[int, int]:
+        """Return the bytes held on this rank now: of moments, and of exchange buffers, which do not stay."""
+        return sum(exchange.held_bytes() for exchange in self._all), 0
+
+    def after_step(self) -> None:
+        """End the window with the step."""
+        if self._parts and self._forwards > self._parts and not self._told and world.is_first():
+            self._told = True
+            logging.getLogger("ds_vrgd").warning(
+                "%s: %d forward passes of this step made %d chunks on each rank. set_requires_gradient_sync(False) "
+                "merges micro-batches into one chunk, and k counts chunks.",
+                self._optimizer, self._forwards, self._parts,
+            )  # fmt: skip
+        self.window += 1
+        self._forwards = self._parts = 0
+        self._is_open, self._pass = False, None
+        self._came.clear()
+        self._norms.clear()
+        for exchange in self._all:
+            exchange.reset()
+
+    def detach(self) -> None:
+        """Give every unit its own communication back, and the model its ``zero_grad``."""
+        self._is_retired = True
+        for undo in self._unfollow:
+            undo()
+        for exchange in self._all:
+            exchange.detach()

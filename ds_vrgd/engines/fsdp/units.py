@@ -1,0 +1,161 @@
+"""The units of a model, one for each ``fully_shard``, and the refusals: the only file with FSDP2's private parts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+
+
+@dataclass(eq=False)
+class Unit:
+    """The parameters of one ``fully_shard`` call, whose gradients FSDP2 reduces in one buffer.
+
+    Attributes:
+        name: of its module; empty for the root.
+        module: the module that takes the communication.
+        params: its sharded parameters, as they follow each other in the buffer; frozen ones are left out there.
+        shard_group, replicate_group: process groups over which the parameters are cut, and over which there are copies
+            of the shards (None without HSDP).
+    """
+
+    name: str
+    module: FSDPModule
+    params: list[Tensor]
+    shard_group: Any
+    replicate_group: Any | None
+    _group: Any
+
+    @property
+    def ranks(self) -> int:
+        """Return the number of ranks over which the parameters are cut."""
+        return torch.distributed.get_world_size(self.shard_group)
+
+    @property
+    def replicas(self) -> int:
+        """Return the number of copies of each shard."""
+        return 1 if self.replicate_group is None else torch.distributed.get_world_size(self.replicate_group)
+
+    @property
+    def divisor(self) -> float:
+        """Return what the ranks' sum is divided by: ``set_gradient_divide_factor``, or the number of all ranks."""
+        return float(self._group.gradient_divide_factor or self.ranks * self.replicas)
+
+    @property
+    def communication(self) -> Any:
+        """Return what reduces the gradients now."""
+        return self._group._reduce_scatter_comm
+
+    @property
+    def device(self) -> torch.device:
+        """Return where the gradients are reduced; with CPU offload, the parameters are elsewhere."""
+        return torch.device(self._group.device)
+
+    @property
+    def slots(self) -> list[tuple[Tensor, int, int]]:
+        """Return (parameter, elements, elements with padding) of this rank's part of the buffer, in its order."""
+        found = []
+        for param in self.params:
+            if param.requires_grad:
+                rows = -(-len(param) // self.ranks)
+                numel = param.to_local().numel()  # type: ignore[attr-defined]
+                found.append((param, numel, rows * (param.numel() // max(len(param), 1))))
+        return found
+
+    def reduce_unused(self, value: bool | None = None) -> bool:
+        """Return whether a parameter without a gradient counts as zeros in the buffer, and set it to ``value``."""
+        before = bool(getattr(self._group, "reduce_scatter_unused_params", False))
+        if value is not None and hasattr(FSDPModule, "set_reduce_scatter_unused_params"):  # torch >= 2.13
+            self.module.set_reduce_scatter_unused_params(value, recurse=False)
+        return before
+
+
+def units_of(model: nn.Module) -> list[Unit]:
+    """Return what ``fully_shard`` has cut a model into.
+
+    Raises:
+        ValueError: the model is not sharded by FSDP2, or in a way in which its chunks cannot be seen exactly.
+        RuntimeError: PyTorch is too old.
+    """
+    modules = {name: module for name, module in model.named_modules() if isinstance(module, FSDPModule)}
+    if not modules:
+        raise ValueError(_not_sharded(model))
+    if not hasattr(FSDPModule, "set_custom_reduce_scatter"):
+        raise RuntimeError(
+            f"ds_vrgd.attach needs FSDPModule.set_custom_reduce_scatter, which torch {torch.__version__} lacks. Use "
+            "torch 2.9 or newer, or DeepSpeed ZeRO"
+        )
+    units, seen = [], set()
+    for name, module in modules.items():
+        groups = [group for group in _param_groups(module) if group not in seen]  # modules may share one
+        seen.update(groups)
+        if len(groups) > 1:
+            raise ValueError(
+                f"{_called(name)} has {len(groups)} groups of parameters with meshes of their own (shard_placement_fn),"
+                " and FSDP2 gives one communication to all. Use one mesh for each fully_shard call"
+            )
+        units += [_unit(name, module, group) for group in groups]
+    if len({(unit.shard_group, unit.replicate_group) for unit in units}) > 1:
+        raise ValueError(
+            "the FSDP modules are sharded over different meshes, so that a chunk of one layer is not a chunk of "
+            "another. Give every fully_shard call the same mesh"
+        )
+    return units
+
+
+def _not_sharded(model: nn.Module) -> str:
+    if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
+        return (
+            "the model is wrapped in FullyShardedDataParallel (FSDP1), which joins layers in one flat parameter. Use "
+            "FSDP2: torch.distributed.fsdp.fully_shard on each block and on the model"
+        )
+    return (
+        f"no module of this {type(model).__name__} is sharded by FSDP2. Call fully_shard on it before ds_vrgd.attach; "
+        "a model in one process or in DistributedDataParallel needs no attach"
+    )
+
+
+def _param_groups(module: FSDPModule) -> list[Any]:
+    state: Any = module._get_fsdp_state()
+    several = getattr(state, "_fsdp_param_groups", None)  # torch >= 2.12; before, there was one
+    return [group for group in (several if several is not None else [state._fsdp_param_group]) if group is not None]
+
+
+def _unit(name: str, module: FSDPModule, group: Any) -> Unit:
+    mesh_info, params = group.mesh_info, [of_param.sharded_param for of_param in group.fsdp_params]
+    shard_group = getattr(mesh_info, "shard_process_group", None)
+    replicate_group = getattr(mesh_info, "replicate_process_group", None)
+    where = _called(name)
+    if shard_group is None or (replicate_group is not None and torch.distributed.get_world_size(shard_group) == 1):
+        raise ValueError(
+            f"{where} is replicated and not sharded, and FSDP2 reduces its gradients where nobody can see them before. "
+            "Use DistributedDataParallel, which needs no attach"
+        )
+    for param in params:
+        dims, placements = 1 if replicate_group is None else 2, param.placements
+        if len(placements) > dims:
+            raise ValueError(
+                f"a parameter of {where} is a DTensor over {len(placements)} mesh dimensions {tuple(placements)}: "
+                "FSDP2 with tensor or expert parallelism is not supported. Use FSDP2 alone, or tensor parallelism "
+                "under DeepSpeed ZeRO"
+            )
+        if not placements[-1].is_shard(0):
+            raise ValueError(
+                f"a parameter of {where} is cut along dimension {placements[-1].dim}. Let shard_placement_fn return "
+                "Shard(0), or leave it out"
+            )
+    policy = group.mp_policy
+    for dtype in {policy.reduce_dtype or policy.param_dtype or param.dtype for param in params}:
+        if dtype == torch.float16:
+            raise ValueError(
+                f"{where} reduces its gradients in float16, which FSDP2 rescales on the way. Set "
+                "MixedPrecisionPolicy(reduce_dtype=torch.float32), or use bfloat16"
+            )
+    return Unit(name, module, params, shard_group, replicate_group, group)
+
+
+def _called(name: str) -> str:
+    return f"'{name}'" if name else "the model itself"

@@ -1,0 +1,246 @@
+"""The adapter of Megatron-Core: buckets feed the moments, and the gradient of a step is what is in ``.grad``."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ds_vrgd.engines.megatron.exchange import BucketExchange
+from ds_vrgd.engines.patches import Patches
+from ds_vrgd.engines.stages import StageStatistics
+from ds_vrgd.moments import SUM_DTYPE, Layer, Moments, Ranks, Segment, ShardLayout
+from ds_vrgd.optim import VROptimizer, checks, world
+from ds_vrgd.optim.plain import GradientObserver
+
+
+@dataclass(frozen=True)
+class Part:
+    """The parameter that one of the optimizer's tensors is a part of, and its bucket.
+
+    Attributes:
+        param: the model's parameter.
+        first: the index of the tensor's first element in it, flattened.
+        bucket: the bucket with its gradient.
+        run: where the tensor's gradient is in what this rank has of the bucket.
+    """
+
+    param: Tensor
+    first: int
+    bucket: Any
+    run: slice
+
+
+class MegatronObserver(GradientObserver):
+    """The observer of the bucket groups of a model, for the optimizer inside one of Megatron-Core's.
+
+    Args:
+        wrapper: Megatron-Core's optimizer.
+        model_chunks: its model, in DistributedDataParallel.
+        names: of all trained parameters, in the order of the buffers, on all data-parallel ranks alike.
+        parts: by tensor of the optimizer, in the order of its param groups.
+        reduces: whether the exchange takes the place of Megatron-Core's reduction.
+        observed: whether the moments are wanted.
+    """
+
+    def __init__(
+        self,
+        wrapper: Any,
+        model_chunks: Sequence[Any],
+        names: Mapping[Tensor, str],
+        parts: Mapping[Tensor, Part],
+        *,
+        reduces: bool,
+        observed: bool,
+    ) -> None:
+        super().__init__()
+        self._wrapper, self._parts, self._params = wrapper, dict(parts), dict(names)
+        first, optimizer = model_chunks[0], wrapper.optimizer
+        self._data, self._tensor, self._pipeline = first.dp_cp_group, first.tp_group, first.pp_group
+        self.ranks = Ranks()
+        order, is_sharded = [part.param for part in parts.values()], bool(first.ddp_config.use_distributed_optimizer)
+        if is_sharded:
+            order = _in_order_of_groups(optimizer.param_groups, self._parts, names, self._data)
+        self._layouts = self._laid_out(order, is_sharded=is_sharded)
+        groups = [group for chunk in model_chunks for group in chunk.bucket_groups] if reduces else []
+        self._exchanges = [BucketExchange(group, self._norms, observed=observed) for group in groups]
+        self._of = {param: exchange for exchange in self._exchanges for param in exchange.params}
+        self._loss_scale: Tensor | None = None
+        self._patches = Patches()
+        observer = weakref.ref(self)  # the model does not keep it alive
+
+        def drop() -> None:
+            if (seen := observer()) is not None:
+                seen.drop()
+
+        for chunk in model_chunks if reduces else ():
+            self._patches.follow(chunk, "zero_grad_buffer", after=drop)
+        self._stages: StageStatistics | None = None
+        if observed and self._pipeline.size() > 1:
+            device = next(iter(self._parts)).device
+            self._stages = StageStatistics([self._layer(param, False) for param in order], self._pipeline, device)
+
+    # -- layers -------------------------------------------------------------------------------------------------------
+
+    def _layer(self, param: Any, is_sharded: bool) -> Layer:
+        """Return the layer of a parameter: cut over the data-parallel ranks, the tensor-parallel ones, or both."""
+        split = bool(getattr(param, "tensor_model_parallel", False)) and self._tensor.size() > 1
+        cuts = [(is_sharded and self._data.size() > 1, self._data), (split, self._tensor)]
+        numel = param.numel() * (self._tensor.size() if split else 1)
+        return Layer(self._params[param], numel, tuple(group for is_cut, group in cuts if is_cut))
+
+    def _laid_out(self, order: Sequence[Tensor], *, is_sharded: bool) -> dict[Tensor, ShardLayout]:
+        """Return the layouts. With all their layers in turn, every rank has the layers of ``order``.
+
+        A rank has no tensor of a parameter whose elements are all on others: the layout of the tensor before names it.
+        """
+        tensors = {part.param: tensor for tensor, part in self._parts.items()}
+        here = [index for index, param in enumerate(order) if param in tensors]
+        layers = [self._layer(param, is_sharded) for param in order]
+        found = {}
+        for own, start, end in zip(here, [0, *here[1:]], [*here[1:], len(order)], strict=True):
+            tensor = tensors[order[own]]
+            first = self._parts[tensor].first
+            if layers[own].numel > order[own].numel():  # cut over tensor-parallel ranks, too
+                first += self._tensor.rank() * order[own].numel()
+            segment = Segment(own - start, 0, tensor.numel(), first)
+            found[tensor] = ShardLayout(tuple(layers[start:end]), (segment,), tensor.numel())
+        assert list(found) == list(self._parts), "the optimizer has its tensors in another order on this rank"
+        return found
+
+    def _name_of(self, param: Tensor) -> str:
+        return self._params[param]
+
+    # -- what Megatron-Core's optimizer reports -----------------------------------------------------------------------
+
+    def note_loss_scale(self) -> None:
+        """Remember the scale of the gradients, before they are unscaled and the scale changes."""
+        scaler = getattr(self._wrapper, "grad_scaler", None)  # in fp32 there is none
+        self._loss_scale = scaler.scale.clone() if scaler else None
+
+    def restore_means(self) -> None:
+        """Put the chunks' mean in fp32 into ``.grad`` where Megatron-Core has rounded it to half precision.
+
+        Where the buffer holds anything but the rounded mean, somebody has edited it, and the edited value stays.
+        """
+        for tensor, part in self._parts.items():
+            if self._is_summed_later(part.param):
+                continue
+            exchange, dtype = self._of.get(part.param), part.bucket.grad_data.dtype
+            if exchange is not None and exchange.reduced and dtype.itemsize < 4 and tensor.grad is not None:
+                mean = exchange.mean(part.bucket, part.run)
+                held = tensor.grad.view(-1)
+                tensor.grad = torch.where(held == mean.to(dtype).float(), mean, held).view_as(tensor)
+
+    def _is_summed_later(self, param: Any) -> bool:
+        """Return whether Megatron-Core sums the reduced gradient over copies of a weight, which must stay alike."""
+        marks = ("sequence_parallel", "average_gradients_across_tp_domain")
+        norms = ("q_layernorm", "k_layernorm")
+        over_tensor_ranks = any(getattr(param, mark, False) for mark in marks) or any(
+            norm in self._params[param] for norm in norms
+        )
+        over_stages = getattr(param, "shared_embedding", False) or getattr(param, "pipeline_parallel", False)
+        return (over_tensor_ranks and self._tensor.size() > 1) or (over_stages and self._pipeline.size() > 1)
+
+    # -- what the optimizer asks for in step() ------------------------------------------------------------------------
+
+    def agree(self, optimizer: torch.optim.Optimizer) -> None:
+        """Require, once, that the data-parallel ranks train the same. A collective of all ranks."""
+        if not self._ranks_agree and world.group() is not None:
+            params = checks.table_of_params([(name, param) for param, name in self._params.items()])
+            replicas = dist.get_process_group_ranks(self._data)
+            checks.require_agreement(checks.table_of_arguments(optimizer) | params, replicas=replicas)
+        self._ranks_agree = True
+
+    def announce(self, optimizer: str, k: int) -> None:
+        """Report k, buckets, layers and parameters of the first rank."""
+        if world.is_first():
+            numels = [layer.numel for layout in self._layouts.values() for layer in layout.layers]
+            world.announce(
+                f"{optimizer}: k = {k} data-parallel ranks, each with the sum of its micro-batches; Megatron-Core, the "
+                f"exchange in place of its reduction; {len(self._exchanges)} bucket groups, {len(numels)} layers, "
+                f"{sum(numels):,} parameters" + (" on this stage" if self._pipeline.size() > 1 else "")
+            )
+
+    def finish(self) -> int:
+        """Return the number of data-parallel ranks, each of which has one chunk; 0 if nothing was reduced.
+
+        Raises:
+            RuntimeError: a part of the model was not reduced, or another optimizer was built over the model.
+        """
+        if any(exchange.is_detached for exchange in self._exchanges):
+            raise RuntimeError(
+                f"{type(self._wrapper.optimizer).__name__}: another optimizer has been built over this model since, "
+                "and sees its chunks. Use that one"
+            )
+        missing = [exchange for exchange in self._exchanges if not exchange.reduced]
+        if missing and len(missing) < len(self._exchanges):
+            raise RuntimeError(
+                f"the gradients of {len(missing)} of {len(self._exchanges)} bucket groups were not reduced in this "
+                f"window, '{self._params[missing[0].params[0]]}' among them. Call finalize_model_grads (or "
+                "finish_grad_sync of every model chunk) before step()"
+            )
+        return 0 if missing else self._data.size()
+
+    def moments(self, tensor: Tensor) -> Moments:
+        """Return the moments of one of the optimizer's tensors, flat."""
+        part = self._parts[tensor]
+        return self._of[part.param].moments(part.bucket, part.run)
+
+    def unit(self, k: int) -> float:
+        """Return what undoes the loss scale: a chunk is the gradient of the mean loss of its rank's samples."""
+        return 1.0 if self._loss_scale is None else 1.0 / float(self._loss_scale)
+
+    def grad_norm(self, tensors: Sequence[Tensor]) -> Tensor:
+        """Return the 2-norm of the gradient of the whole model, of which Megatron-Core knows the copies."""
+        norms = [torch.linalg.vector_norm(g, dtype=SUM_DTYPE) for g in self._wrapper.get_main_grads_for_grad_norm()]
+        square = torch.stack([torch.zeros((), dtype=SUM_DTYPE, device=tensors[0].device), *norms]).square().sum()
+        dist.all_reduce(square, group=self._wrapper.get_grad_stats_parallel_group())
+        return square.sqrt()
+
+    def held_bytes(self) -> tuple[int, int]:
+        """Return the bytes held on this rank now: of moments, and of exchange buffers, which do not stay."""
+        return sum(exchange.held_bytes() for exchange in self._exchanges), 0
+
+    def merge_stages(self) -> None:
+        """Merge the statistics of a step over the stages of the pipeline, if there are several. A collective there."""
+        optimizer: VROptimizer = self._wrapper.optimizer
+        if self._stages is not None and not optimizer.overflow:
+            optimizer.merge_statistics(self._stages.merge)
+
+    def drop(self) -> None:
+        """Forget the window's chunks with its gradients; before the first micro-batch, there are none."""
+        self._norms.clear()
+        for exchange in self._exchanges:
+            exchange.reset()
+
+    def after_step(self) -> None:
+        """End the window with the step."""
+        self.window += 1
+        self.drop()
+
+    def detach(self) -> None:
+        """Give every bucket group its own communication back, and the model its ``zero_grad_buffer``."""
+        self._patches.undo()
+        for exchange in self._exchanges:
+            exchange.detach()
+
+
+def _in_order_of_groups(
+    groups: Sequence[dict[str, Any]], parts: Mapping[Tensor, Part], names: Mapping[Tensor, str], ranks: Any
+) -> list[Tensor]:
+    """Return all trained parameters in the order in which the optimizers of all ranks have them. A collective.
+
+    It is that of the param groups; in each of them fp32 parameters come first, and then the order is that of the
+    buffers. A rank knows the group of those alone of which it has a part.
+    """
+    mine = {names[parts[tensor].param]: index for index, group in enumerate(groups) for tensor in group["params"]}
+    everyone: list[dict[str, int]] = [{}] * ranks.size()
+    dist.all_gather_object(everyone, mine, group=ranks)
+    group_of = {name: index for of_rank in everyone for name, index in of_rank.items()}
+    return sorted(names, key=lambda param: (group_of[names[param]], param.dtype != torch.float32))

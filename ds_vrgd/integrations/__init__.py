@@ -1,1 +1,0 @@
-"""Where users already are: thin layers over other people's training loops. Nothing is imported until it is used."""

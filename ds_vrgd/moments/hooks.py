@@ -1,0 +1,106 @@
+"""Gradients of a parameter where they leave autograd: after every tensor hook, and before they are accumulated."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def value_of(grad: Tensor) -> Tensor:
+    """Return a gradient outside the graph: itself, where it is in none, as autograd hands it out.
+
+    Nothing else keeps autograd from making a parameter's ``.grad`` of the same memory, which others change.
+    """
+    return grad.detach() if grad.requires_grad else grad
+
+
+class GradientHook:
+    """Hands an observer each gradient that autograd is about to accumulate in a parameter's ``.grad``.
+
+    A tensor hook sees a gradient before the tensor hooks that were registered later. So the one registered here only
+    arms a pre-hook of the parameter's ``AccumulateGrad`` node, which autograd calls after all tensor hooks, whatever
+    their order. ``torch.autograd.grad()`` accumulates nothing, and does not call it.
+
+    Neither the observer nor the parameter is kept alive.
+
+    Args:
+        param: a leaf that requires a gradient.
+        take: a bound method of the observer, called with the parameter and the gradient.
+    """
+
+    def __init__(self, param: Tensor, take: Callable[[Tensor, Tensor], None]) -> None:
+        self._param = weakref.ref(param)
+        self._take: Callable[[], Callable[[Tensor, Tensor], None] | None] = weakref.WeakMethod(take)
+        self._handle = param.register_hook(self._arm)
+
+    def _arm(self, grad: Tensor) -> None:
+        # The node is made anew with a graph, unless somebody (DDP, for one) keeps it.
+        node: Any = torch._C._current_autograd_node()
+        if node is not None and self not in node.metadata:
+            node.metadata[self] = True
+            node.register_prehook(self._see)
+
+    def _see(self, grads: tuple[Any, ...]) -> None:
+        param, take = self._param(), self._take()
+        if param is not None and take is not None and grads[0] is not None:
+            take(param, grads[0])
+
+    def remove(self) -> None:
+        """Show no more gradients, not even of a backward pass that is under way."""
+        self._handle.remove()
+        self._take = lambda: None
+
+
+def zeros_among(params: Iterable[Tensor]) -> list[Tensor]:
+    """Return the parameters whose ``.grad`` is zero everywhere; waits once for each device and dtype."""
+    alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for param in params:
+        if param.grad is not None and param.numel():
+            alike.setdefault((param.grad.device, param.grad.dtype), []).append(param)
+    zero: list[Tensor] = []
+    for held in alike.values():
+        norms = torch.stack(_largest(held)).tolist()
+        zero += [param for param, norm in zip(held, norms, strict=True) if norm == 0.0]
+    return zero
+
+
+def _largest(params: Iterable[Any]) -> list[Tensor]:
+    """Return the largest magnitude in each ``.grad``, on its device."""
+    grads = [param.grad for param in params]
+    return list(torch._foreach_norm(grads, float("inf"))) if grads else []
+
+
+class Discards:
+    """Finds gradients that were thrown away in place between two backward passes, which no hook can see.
+
+    ``module.zero_grad(set_to_none=False)`` and ``p.grad.data.zero_()`` leave a ``.grad`` of zeros in place of one that
+    was not zero; zeros that autograd itself left do not count. One pass over the gradients after each backward pass,
+    and one before the next.
+    """
+
+    def __init__(self) -> None:
+        self._left: list[tuple[Tensor, Tensor]] = []
+
+    def record(self, params: Iterable[Tensor]) -> None:
+        """Remember which parameters' ``.grad`` holds anything after a backward pass."""
+        held = [param for param in params if param.grad is not None and param.numel()]
+        # The norms stay on their device: nobody waits for them unless another pass follows.
+        self._left = list(zip(held, _largest(held), strict=True))
+
+    def found(self) -> list[Tensor]:
+        """Return the parameters whose gradient was there after the last backward pass and is gone now."""
+        zero = set(zeros_among(param for param, _ in self._left))
+        return [param for param, norm in self._left if (param.grad is None or param in zero) and norm]
+
+    def are_all(self, discarded: Iterable[Tensor]) -> bool:
+        """Return whether the last backward pass left nothing except for what was discarded."""
+        gone = set(discarded)
+        return all(param in gone or not norm for param, norm in self._left)
+
+    def clear(self) -> None:
+        """Begin the next window."""
+        self._left = []

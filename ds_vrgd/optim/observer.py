@@ -1,0 +1,246 @@
+"""The types that the optimizers work on, and the protocol of an engine adapter, which observes the gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from ds_vrgd.moments import LayerTable, Moments, Ranks, ShardLayout, is_dtensor, local
+
+#: The key of the running mean of the ratio in a tensor's state (its rule is ``gsnr.advance_average``).
+AVERAGE = "exp_avg_gsnr"
+#: The key of the number of ratios in that mean; absent while every step has brought one, and ``step`` counts them.
+RATIOS = "gsnr_step"
+
+
+@dataclass(frozen=True)
+class BadGradient:
+    """One layer's gradient of one chunk that is not finite.
+
+    Attributes:
+        rank: global rank that computed it.
+        micro_batch: its number in the window, from 0.
+        layer: name of the parameter.
+        kind: "NaN" or "inf".
+    """
+
+    rank: int
+    micro_batch: int
+    layer: str
+    kind: str
+
+
+class Observer(Protocol):
+    """An engine adapter: it observes the chunk gradients, and knows how the optimizer's tensors are laid out.
+
+    Methods with a body here have the answer of an engine that lays out its parameters once, when it is built.
+
+    Attributes:
+        ranks: the ranks over which the tensors' layers are cut.
+        window: number of the window that is open; a window is what one optimizer step sees.
+    """
+
+    ranks: Ranks
+    window: int
+
+    @property
+    def unused(self) -> bool:
+        """Return whether no engine has been built around the optimizer, and no window has ended."""
+        return False
+
+    def detach(self) -> None:
+        """Remove all hooks, for good: another observer has taken this one's place, or the engine is gone."""
+
+    def add_group(self, group: dict[str, Any]) -> None:
+        """Observe one more param group.
+
+        Raises:
+            ValueError: the engine can no longer observe it.
+        """
+        if group["gamma"] < 1.0 or "adapt" in group:  # LARS and LAMB need to know the layers in any case
+            raise ValueError(
+                "a param group was added after the engine was built, which does not observe its parameters. Give the "
+                "optimizer all param groups before you build the engine"
+            )
+
+    def reload(self, groups: Sequence[dict[str, Any]]) -> bool:
+        """Observe the param groups that a checkpoint has brought; return whether the observation begins anew."""
+        return False
+
+    def require_whole_layers(self, optimizer: str, groups: Sequence[dict[str, Any]]) -> None:
+        """Require that the parameters of ``groups``, whose update sums over layers, are whole, if no engine cuts them.
+
+        Raises:
+            ValueError: naming the parameter, how it is cut, and what to use instead.
+        """
+        return
+
+    def only_makes_state(self, grads: Sequence[Tensor], *, rates_are_zero: bool) -> bool:
+        """Return whether a first call of ``step()`` should create the state and nothing else."""
+        return False
+
+    def layout(self, tensor: Tensor) -> ShardLayout:
+        """Return what one of the optimizer's tensors holds."""
+
+    def agree(self, optimizer: torch.optim.Optimizer) -> None:
+        """Compare the ranks' parameters and arguments once, where the engine has not done so. A collective."""
+        return
+
+    def announce(self, optimizer: str, k: int) -> None:
+        """Report once what is trained, where the engine has not done so; called at the first step that has chunks."""
+        return
+
+    def finish(self) -> int:
+        """Complete the window; return its number of chunks k (0: nothing was observed)."""
+
+    def has_bad(self, tensors: Sequence[Tensor]) -> bool:
+        """Return whether a gradient of the window is not finite: the same on all ranks, in all calls of a window."""
+
+    def bad_gradients(self) -> list[BadGradient]:
+        """Return the gradients of all ranks' chunks that are not finite. A collective."""
+
+    def skip_step(self, on_bad_gradient: Callable[[], FloatingPointError | None]) -> None:
+        """Leave the window out; at its end call ``on_bad_gradient`` once, and raise the error that it returns."""
+
+    def moments(self, tensor: Tensor) -> Moments:
+        """Return the moments of one of the optimizer's tensors, flat."""
+
+    def gradient(self, tensor: Tensor, moments: Moments | None) -> tuple[Tensor, Tensor | None]:
+        """Return the gradient of the step without GSNR, not to be changed, and a scalar factor of it (None: 1).
+
+        The gradient has the size of ``tensor``. ``moments`` are those of its chunks, where they were observed.
+        """
+
+    def unit(self, k: int) -> float:
+        """Return the factor from autograd's gradients to those of the chunks' own losses, for a window of k chunks."""
+
+    def grad_norm(self, tensors: Sequence[Tensor]) -> Tensor:
+        """Return the 2-norm of the gradient of ``tensors``, over the whole model: a scalar in SUM_DTYPE."""
+
+    def drop(self) -> None:
+        """Forget the window's chunks: its gradients were thrown away."""
+
+    def after_step(self) -> None:
+        """End a call of ``step()`` (under an engine, perhaps one of several calls for one window)."""
+        return
+
+
+@dataclass
+class Shard:
+    """One tensor that a call of ``step()`` updates, with its gradient and its state.
+
+    Attributes:
+        group: its param group.
+        tensor: the weights, in their own shape.
+        grad: the gradient that the base optimizer takes, in the same shape: ``ghat`` after GSNR.
+        state: its optimizer state.
+        scale: a scalar that ``grad`` is still to be multiplied by; None for 1.
+        whole: the DTensor that ``tensor`` is this rank's part of, and its own state; None for any other tensor.
+    """
+
+    group: dict[str, Any]
+    tensor: Tensor
+    grad: Tensor
+    state: dict[str, Any]
+    scale: Tensor | None = None
+    whole: tuple[Tensor, dict[str, Any]] | None = None
+
+    @property
+    def param(self) -> Tensor:
+        """Return what is in the param group."""
+        return self.tensor if self.whole is None else self.whole[0]
+
+    @classmethod
+    def of(cls, group: dict[str, Any], param: Tensor, state: dict[str, Any]) -> Shard:
+        """Return this rank's part of a parameter that has a gradient, and of its state: perhaps DTensors all."""
+        assert param.grad is not None
+        if not is_dtensor(param):
+            return cls(group, param, param.grad, state)
+        parts = {key: local(value) for key, value in state.items()}
+        return cls(group, local(param), local(param.grad), parts, whole=(param, state))
+
+    def keep(self, key: str, value: Any) -> None:
+        """Put a tensor or a number into the state, and this rank's part of a DTensor into ``state``."""
+        if self.whole is not None:
+            self.whole[1][key] = value
+        self.state[key] = local(value)
+
+    def apply_scale(self) -> None:
+        """Multiply the scale into the gradient."""
+        if self.scale is not None:
+            self.grad, self.scale = self.grad * self.scale, None
+
+    @property
+    def average_dtype(self) -> torch.dtype:
+        """Return the dtype that the group's ``gsnr_dtype`` names: bf16, or the weights' own dtype."""
+        return torch.bfloat16 if str(self.group["gsnr_dtype"]).endswith("bfloat16") else self.tensor.dtype
+
+    @property
+    def ratios(self) -> int:
+        """Return the number of ratios in the running mean: the steps, except for those without a ratio."""
+        return int(self.state.get(RATIOS, self.state["step"]))
+
+    @property
+    def has_average(self) -> bool:
+        """Return whether the running mean has a ratio in it."""
+        return AVERAGE in self.state and self.ratios > 0
+
+    def count(self, *, brings_ratio: bool) -> None:
+        """Count a step, and its ratio if it brings one; with gamma=1 there is none to count."""
+        if brings_ratio and RATIOS in self.state:
+            self.keep(RATIOS, self.state[RATIOS] + 1)
+        elif not brings_ratio and self.group["gamma"] < 1.0:
+            self.keep(RATIOS, self.ratios)
+        self.state["step"] += 1
+
+    def begin_average(self) -> bool:
+        """Create the running mean of the ratio if there is none, uninitialised; return whether there was none."""
+        begins = AVERAGE not in self.state
+        if begins:
+            self.keep(AVERAGE, torch.empty_like(self.param, dtype=self.average_dtype))
+        return begins
+
+
+@dataclass
+class LayerStatistics:
+    """The measurements of one call of ``step()``, on the device: columns of ``(L,)``, each over whole layers.
+
+    Attributes:
+        table: names and sizes of the layers.
+        k: number of chunks.
+        mean_ratio: mean of the raw ratio.
+        square: sum of the squared mean gradient, without loss scale, and not divided by the accumulation steps
+            (:meth:`Observer.unit`).
+        variance: sum of the 1/k variance, in the same units.
+        clamped_low, clamped_high: fraction of the elements whose ratio was raised to gamma, lowered to 1.
+    """
+
+    table: LayerTable
+    k: int
+    mean_ratio: Tensor
+    square: Tensor
+    variance: Tensor
+    clamped_low: Tensor | None = None
+    clamped_high: Tensor | None = None
+
+    @property
+    def measured(self) -> list[int]:
+        """Return the indices of the layers that have elements; a layer without any has no ratio."""
+        layers = (layer for layout in self.table.layouts for layer in layout.layers)
+        return [index for index, layer in enumerate(layers) if layer.numel]
+
+    def count(self, low: Tensor, high: Tensor) -> None:
+        """Take the number of clamped elements of every layer."""
+        self.clamped_low, self.clamped_high = low / self.table.numels, high / self.table.numels
+
+
+def by_group(shards: Sequence[Shard]) -> list[list[Shard]]:
+    """Return the shards of each param group, in the order of the groups."""
+    groups: dict[int, list[Shard]] = {}
+    for shard in shards:
+        groups.setdefault(id(shard.group), []).append(shard)
+    return list(groups.values())

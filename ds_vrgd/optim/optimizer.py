@@ -1,0 +1,425 @@
+"""The step that all optimizers here share: GSNR in front of an unchanged base optimizer."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, ClassVar, Self
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import ParamsT
+
+from ds_vrgd import gsnr
+from ds_vrgd.moments import LayerTable, Moments, is_dtensor
+from ds_vrgd.optim import checks, options, world
+from ds_vrgd.optim.observer import AVERAGE, RATIOS, LayerStatistics, Observer, Shard
+from ds_vrgd.optim.passes import Rule, passes_over
+from ds_vrgd.optim.plain import PlainObserver
+from ds_vrgd.optim.state import cast_averages, fitted
+from ds_vrgd.optim.trust import of_layers
+
+FEW_CHUNKS = 8
+# Sets of shards whose tables of layers are kept; a model that leaves out other parameters in each step has many.
+MOST_TABLES = 64
+
+_made: weakref.WeakSet[VROptimizer] = weakref.WeakSet()
+_state_only = False
+
+
+@contextmanager
+def allocate_state_only() -> Iterator[None]:
+    """Make ``step()`` create missing state and update nothing: some engines call it once while they are built."""
+    global _state_only
+    before, _state_only = _state_only, True
+    try:
+        yield
+    finally:
+        _state_only = before
+
+
+def unused_over(params: Iterable[Tensor]) -> VROptimizer | None:
+    """Return an optimizer of ours that holds any of ``params``, is in no engine, and has neither stepped nor zeroed."""
+    wanted = set(params)
+    for optimizer in _made:
+        held = {param for group in optimizer.param_groups for param in group["params"]}
+        if optimizer.observer.unused and wanted & held:
+            return optimizer
+    return None
+
+
+class VROptimizer(Rule, torch.optim.Optimizer):
+    """The base class of all optimizers of this package.
+
+    A subclass gives its :class:`~ds_vrgd.optim.passes.Rule` for gradients that are already variance-reduced.
+    ``gamma=1`` in a param group turns GSNR off there: no hook, no traffic, no state.
+
+    Args:
+        params: parameters, or param groups that may override every argument.
+        reduction: "auto", "fused" or "observe"; for the engine that is built around the optimizer.
+        ranks_per_node: for that engine, too; None for the launcher's number.
+        nonfinite: "skip" or "error": what to do about a window with a gradient that is not finite.
+        defaults: the arguments of param groups.
+
+    Attributes:
+        overflow: whether the last step was left out because a gradient was not finite. DeepSpeed's engine reads it, as
+            it does its own wrappers': the step counts as skipped, and the schedule waits.
+
+    Raises:
+        TypeError: an argument that the subclass does not have.
+        ValueError: a value out of its range.
+    """
+
+    #: False for the optimizers that never reduce variance: gamma is 1 in all their groups.
+    reduces_variance: ClassVar[bool] = True
+
+    def __new__(cls, *args: Any, **arguments: Any) -> Self:
+        """Refuse unknown arguments with a message that says what was probably meant."""
+        options.require_known(cls, arguments)
+        return super().__new__(cls)
+
+    def __init__(
+        self,
+        params: ParamsT,
+        *,
+        reduction: str = "auto",
+        ranks_per_node: int | None = None,
+        nonfinite: str = "skip",
+        **defaults: Any,
+    ) -> None:
+        whole = {"reduction": reduction, "ranks_per_node": ranks_per_node, "nonfinite": nonfinite}
+        options.check(defaults | whole)
+        self.reduction, self.ranks_per_node, self.nonfinite = reduction, ranks_per_node, nonfinite
+        self._begin()
+        super().__init__(params, defaults)
+        self.observe(PlainObserver(self.param_groups))
+        _made.add(self)
+
+    def _begin(self) -> None:
+        self._observer: Observer | None = None
+        self._off: dict[int, dict[str, Any]] = {}  # the groups that are not observed
+        self._observes = False  # whether any group is: DeepSpeed calls step() with one group at a time
+        self._tables: dict[tuple[int, ...], LayerTable] = {}
+        self._statistics: list[LayerStatistics] = []
+        self._statistics_window = self._judged_window = -1
+        self._counts: list[Tensor] = []
+        self._warned_few_chunks = self._warned_one_chunk = self._announced = self.overflow = False
+        self._k = 0
+        self._had_ratio = False  # whether a window has had a variance
+        self._first_without = -1  # the first window that had none
+
+    # -- observation and param groups ---------------------------------------------------------------------------------
+
+    @property
+    def observer(self) -> Observer:
+        """Return the adapter of the engine, which provides layouts and moments."""
+        assert self._observer is not None
+        return self._observer
+
+    def observe(self, observer: Observer) -> None:
+        """Take layouts and moments from ``observer`` from now on; the last observer is detached."""
+        if self._observer is not None and self._observer is not observer:
+            self._observer.detach()
+        self._observer = observer
+        self._follow_groups()
+
+    def _follow_groups(self) -> None:
+        """Begin anew with what depends on the param groups as they are now."""
+        self._off = {index: group for index, group in enumerate(self.param_groups) if group["gamma"] == 1.0}
+        self._observes = len(self._off) < len(self.param_groups)
+        self._tables.clear()
+        self._statistics_window = self._judged_window = -1
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group as torch does, and check its keys, its values and its parameters.
+
+        Raises:
+            ValueError: an unknown key, an argument out of its range, or a parameter that is not a whole layer.
+        """
+        if not self.reduces_variance and param_group.get("gamma", 1.0) != 1.0:
+            options.require_known(type(self), {"gamma": param_group["gamma"]})
+        options.check_group(type(self), self.defaults, param_group)
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        try:
+            for summing in self._summing([group]):
+                checks.require_whole_layers(type(self).__name__, summing)
+            if self._observer is not None:
+                self._observer.add_group(group)
+        except ValueError:
+            self.param_groups.pop()
+            raise
+        if group["gamma"] == 1.0:
+            self._off[len(self.param_groups) - 1] = group
+        else:
+            self._observes = True
+
+    def _summing(self, groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Return the groups whose update sums over whole layers."""
+        return [group for group in groups if self.sums_layers or group["gamma"] < 1.0]
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Zero the gradients as torch does, and forget the chunks that made them up."""
+        super().zero_grad(set_to_none)
+        self.observer.drop()
+
+    # -- saved state --------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state as torch does; for DTensors with the number of ratios, also where the steps count them.
+
+        ``torch.distributed.checkpoint`` loads what a new optimizer has, and would leave out a number that it lacks.
+        """
+        saved = super().state_dict()
+        params = [param for group in self.param_groups for param in group["params"]]
+        for index, state in saved["state"].items():
+            if AVERAGE in state and is_dtensor(params[index]):
+                saved["state"][index] = {RATIOS: int(state["step"])} | state
+        return saved
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load as torch does, and also from a checkpoint of the base optimizer, or of its variance-reducing twin.
+
+        Whether GSNR is on is what this optimizer was built with. A running mean of the ratio that the checkpoint lacks
+        begins anew (:func:`ds_vrgd.gsnr.advance_average`), one that is not wanted is dropped, with one warning.
+
+        Raises:
+            ValueError: a state, an option or a shape that this optimizer cannot continue, or a state that is missing.
+        """
+        remarks: list[str] = []
+
+        def fit(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
+            form, found = fitted(self, saved)
+            remarks.extend(found)
+            return form
+
+        # The last of the hooks: what the user's own make of the checkpoint is what must fit.
+        last = self.register_load_state_dict_pre_hook(fit)
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            last.remove()
+        if remarks and world.is_first():
+            world.warn(f"{type(self).__name__}: {'; '.join(remarks)}")
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return torch's state, with the arguments of the whole optimizer."""
+        return super().__getstate__() | {name: getattr(self, name) for name in options.WHOLE}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Restore; arguments that an older or a base optimizer's checkpoint lacks take this one's defaults."""
+        super().__setstate__(options.WHOLE | self.__dict__ | state)
+        for group in self.param_groups:
+            for name, value in self.defaults.items():
+                group.setdefault(name, value)
+            if not self.reduces_variance:
+                group["gamma"] = 1.0  # the checkpoint may come from an optimizer that does
+        if "_observer" not in self.__dict__:
+            self._begin()
+        if self._observer is None:
+            self.observe(PlainObserver(self.param_groups))
+        elif self._observer.reload(self.param_groups):
+            self._follow_groups()
+        else:
+            self._off = {index: self.param_groups[index] for index in self._off}
+        cast_averages(self.param_groups, self.state)
+
+    def _ensure_state(self, shard: Shard) -> None:
+        """Create what state is missing, key by key: a checkpoint may have brought some of it."""
+        if self.counts_steps and "step" not in shard.state:
+            shard.keep("step", torch.tensor(0.0))
+        keys = self.state_keys(shard.group)
+        if self.averages_ratio and shard.group["gamma"] < 1.0 and shard.state["step"] == 0:
+            keys = (*keys, AVERAGE)
+        for key in keys:
+            if key not in shard.state:
+                dtype = shard.average_dtype if key == AVERAGE else None
+                shard.keep(key, torch.zeros_like(shard.param, dtype=dtype, memory_format=torch.preserve_format))
+
+    # -- the step -----------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update the parameters once.
+
+        Args:
+            closure: computes the loss again, as for torch's optimizers: it is called first, with gradients enabled, and
+                its backward passes belong to the window that this step ends.
+
+        Returns:
+            What ``closure`` returned, or None.
+
+        Raises:
+            RuntimeError: GSNR is on and no chunk was observed since the last step, or one chunk alone in two windows
+                and never more; or the ranks differ in their parameters, arguments or micro-batches.
+            ValueError: a parameter is sharded, and the update needs sums over whole layers.
+            FloatingPointError: ``nonfinite="error"``, and a gradient is not finite; nothing was updated.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        fresh = not self.state
+        shards = [
+            Shard.of(group, param, self.state[param])
+            for group in self.param_groups
+            for param in group["params"]
+            if param.grad is not None
+        ]
+        for shard in shards:
+            self._ensure_state(shard)
+        if shards and not _state_only and not (fresh and self._only_makes_state(shards)):
+            self.observer.require_whole_layers(type(self).__name__, self._summing(self.param_groups))
+            checks.require_off(type(self).__name__, self._off)
+            if not self._skips(shards):
+                self._step(shards)
+        return loss
+
+    def _step(self, shards: Sequence[Shard]) -> None:
+        """Update ``shards``: measure, scale the gradients by the ratio, and do the base optimizer's step."""
+        reduced = [shard for shard in shards if shard.group["gamma"] < 1.0]
+        plain = [shard for shard in shards if shard.group["gamma"] == 1.0]
+        self._k = self._chunks(reduced) if reduced else 0
+        if reduced and self._statistics_window != self.observer.window:
+            self._statistics, self._statistics_window = [], self.observer.window
+        pairs = [(shard, self.observer.moments(shard.param)) for shard in reduced]
+        for shard, of_shard in [*((shard, None) for shard in plain), *pairs]:
+            gradient, shard.scale = self.observer.gradient(shard.param, of_shard)
+            shard.grad = gradient.view_as(shard.tensor)
+        self._prescale(shards)
+        single = {id(shard) for shard in reduced if self._k // self.observer.layout(shard.param).share < 2}
+        if single:
+            self._update_by_known_ratio([shard for shard in reduced if id(shard) in single])
+        if measured := [pair for pair in pairs if id(pair[0]) not in single]:
+            self._update(*zip(*measured, strict=True))
+        if plain and self.sums_layers:
+            self._update(plain, [])
+        elif plain:
+            for shard in plain:
+                shard.apply_scale()
+            self._update_as_torch(plain)
+        if self._counts:
+            self._sum_over_ranks([])
+        self.observer.after_step()
+
+    def _only_makes_state(self, shards: Sequence[Shard]) -> bool:
+        """Return whether this first step should create the state and nothing else."""
+        if not self._observes:
+            return False
+        at_rest = not any(float(group["lr"]) for group in self.param_groups)
+        return self.observer.only_makes_state([shard.grad for shard in shards], rates_are_zero=at_rest)
+
+    def _prescale(self, shards: Sequence[Shard]) -> None:
+        """Bring the base optimizer's own factors, if it has any, into the shards' scales."""
+
+    def _update(self, shards: Sequence[Shard], moments: Sequence[Moments]) -> None:
+        """Update shards of groups that all have GSNR, or all have not, and then no moments: pass by pass."""
+        table = self.table(shards)
+        if self.counts_steps:
+            for shard in shards:
+                shard.count(brings_ratio=bool(moments))
+        passes = passes_over(self, shards, table, moments, self._k)
+        if moments:
+            passes.normalize(self._sum_statistics(table, *passes.ratio_sums()))
+        trust = None
+        if self.sums_layers:
+            sums = passes.measure()
+            self._counts = passes.counts
+            norms = [total.sqrt() for total in self._sum_over_ranks([(table, own) for own in sums])]
+            trust = of_layers(shards, table, norms, self._trust)
+        passes.update(trust)
+        if not self.sums_layers:
+            self._counts = passes.counts
+
+    def _update_by_known_ratio(self, shards: Sequence[Shard]) -> None:
+        """Update shards of which the window has one chunk, and so no ratio: by the last phat; by gamma without one."""
+        for shard in shards:
+            if not shard.has_average:
+                dtype = torch.promote_types(shard.grad.dtype, torch.float32)
+                gamma = torch.full((), shard.group["gamma"], dtype=dtype, device=shard.grad.device)
+                shard.scale = gamma if shard.scale is None else gamma * shard.scale
+        self._update(shards, [])
+
+    def _skips(self, shards: Sequence[Shard]) -> bool:
+        """Return whether the window is left out: one verdict for all its calls and all ranks, before any update."""
+        if not self._observes:
+            if any(group.get("prenormalize") for group in self.param_groups):
+                self.observer.agree(self)  # a norm over the whole model, which each rank must hold
+            return False
+        self.observer.agree(self)
+        self.observer.finish()
+        if self._judged_window != self.observer.window:
+            self._judged_window = self.observer.window
+            self.overflow = self.observer.has_bad([shard.param for shard in shards])
+        if self.overflow:
+            self.observer.skip_step(self.on_bad_gradient)
+        return self.overflow
+
+    def on_bad_gradient(self) -> FloatingPointError | None:
+        """Name the chunks of a window that is left out, in the log or in the error to be raised. A collective."""
+        return checks.report_bad(type(self).__name__, self.nonfinite, self.observer.bad_gradients())
+
+    # -- GSNR ---------------------------------------------------------------------------------------------------------
+
+    def _chunks(self, shards: Sequence[Shard]) -> int:
+        """Return the k of this window, checked also for layers of which several micro-batches make one chunk."""
+        in_all, window, name = self.observer.finish(), self.observer.window, type(self).__name__
+        k = in_all // max(self.observer.layout(shard.param).share for shard in shards)
+        self._had_ratio = self._had_ratio or k > 1
+        if in_all and not self._announced:
+            self._announced = True
+            self.observer.announce(name, in_all)
+        checks.require_chunks(name, in_all, always_one=not self._had_ratio and 0 <= self._first_without < window)
+        if k == 1 and not self._warned_one_chunk:
+            self._warned_one_chunk, self._first_without = True, window
+            ratio = "the averaged ratio of the windows before it" if self.averages_ratio else "r = gamma"
+            world.warn(
+                f"{name}: this window has one chunk, which has no variance (the last window of an epoch may be short): "
+                f"the step uses {ratio}. Reported once."
+            )
+        if 1 < k < FEW_CHUNKS and not self._warned_few_chunks:
+            self._warned_few_chunks = True
+            world.warn(
+                f"{name} estimates the GSNR from only k = {k} chunks; the paper found k in [32, 256] "
+                "best. More accumulation steps at a smaller micro-batch raise k at the same batch size."
+            )
+        return in_all
+
+    # -- sums over whole layers, wherever their elements are ----------------------------------------------------------
+
+    def _sum_statistics(self, table: LayerTable, raw: Tensor, square: Tensor, m2: Tensor) -> Tensor:
+        """Sum this rank's columns over the ranks, keep the statistics, and return what divides each layer's ratio."""
+        columns = [(table, column) for column in (raw, square, m2 * table.shares / self._k)]
+        raw_sum, square_sum, variance_sum = self._sum_over_ranks(columns)
+        mean, divisor = gsnr.layer_mean(raw_sum, square_sum, table.numels)
+        unit = self.observer.unit(self._k) ** 2
+        self._statistics.append(LayerStatistics(table, self._k, mean, square_sum * unit, variance_sum * unit))
+        return divisor
+
+    def table(self, shards: Sequence[Shard]) -> LayerTable:
+        """Return the layers of ``shards``, in one table."""
+        layouts = [self.observer.layout(shard.param) for shard in shards]
+        key = tuple(id(layout) for layout in layouts)
+        if key not in self._tables:
+            if len(self._tables) >= MOST_TABLES:
+                self._tables.clear()
+            self._tables[key] = LayerTable(layouts, shards[0].tensor.device)
+        return self._tables[key]
+
+    def _sum_over_ranks(self, columns: Sequence[tuple[LayerTable, Tensor]]) -> list[Tensor]:
+        """Return ``columns``, ``(L,)`` each, summed over the ranks that share layers; with them, waiting counts."""
+        totals = self.observer.ranks.sum([*columns, *((self._statistics[-1].table, count) for count in self._counts)])
+        if self._counts:
+            self._statistics[-1].count(*totals[-2:])
+            self._counts = []
+        return totals[: len(columns)]
+
+    def merge_statistics(self, merge: Callable[[Sequence[LayerStatistics]], list[LayerStatistics]]) -> None:
+        """Replace the statistics of the last step by what ``merge`` makes of them: with those of other ranks."""
+        self._statistics = merge(self._statistics)
+
+    @property
+    def layer_statistics(self) -> Sequence[LayerStatistics]:
+        """Return the measurements of the last step, one per call; none before the first, or with ``gamma=1``."""
+        return self._statistics

@@ -1,0 +1,11 @@
+"""The paper's claims, tested: experiments that resume where they stopped, and their tables in docs/MEASUREMENTS.md."""
+
+#: Modules of this package, each with an ``EXPERIMENT``, in the order in which they run.
+NAMES: tuple[str, ...] = (
+    "linear",
+    "meter",
+    "gap",
+    "resnet",
+    "dlrm",
+    "bert",
+)

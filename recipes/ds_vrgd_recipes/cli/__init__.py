@@ -1,0 +1,1 @@
+"""``ds-vrgd-recipes``: one module per subcommand."""

@@ -1,0 +1,1 @@
+"""A look over a cluster before a training starts on it."""

@@ -1,0 +1,173 @@
+"""The exactness table: printed when the tests end, and written to docs/EXACTNESS.md on request."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Mapping
+from pathlib import Path
+from typing import ClassVar
+
+import deepspeed
+import pytest
+import torch
+
+from ds_vrgd.optim import OPTIMIZERS
+from tests.engines.deepspeed.cases import ACCUMULATIONS, ENGINES, LEFT_OUT, WORLDS, identify, variants
+from tests.support.trajectory import Case, Result
+
+COMMAND = "make test-full PYTEST_ARGS='tests/engines/deepspeed/test_exactness.py --write-exactness'"
+FSDP2 = "## FSDP2\n"
+#: A slow case, in a run without the slow tests.
+NOT_RUN = "not run"
+
+PREFACE = """\
+# Exactness
+
+Every optimizer, under every ZeRO stage and wrapper, held against a dense float64 reference
+(`ds_vrgd/doctor/reference.py`) that has the chunk gradients in a list. Each figure is the norm-wise error of the
+fp32 (master) weights after 5 steps, |theta - theta_ref| / |theta_ref|. The bound is 8e-7.
+
+The model (`tests/support/model.py`) has odd sizes, an embedding with unused rows, a LayerNorm, an output head tied
+to the embedding and a frozen weight; two param groups; a reduction bucket of 300 elements, so that three ranks cut
+the embedding in three. The chunk gradients come from a plain copy of the model that holds the engine's weights, in
+the model's dtype: one backward pass a chunk, no engine and no hook.
+
+Where DeepSpeed allows it, and so at stages 1 to 3 but for one wrapper, the optimizer replaces DeepSpeed's reduction
+(`reduction` auto: fused mode); the rows called "observe" look on beside it, and those called "two nodes" send gradients
+only inside groups of two ranks and moments between them.
+
+In bf16 and fp16 a VR optimizer takes the mean from the chunks, summed in fp32, and not DeepSpeed's own, which is
+rounded to the model's dtype: hence the figures of fp32. LARS and LAMB (gamma = 1) observe nothing and take
+DeepSpeed's mean; in half precision their reference is given that mean, so the figure is the error of the optimizer
+alone.
+
+### LARS, LAMB and gamma = 1 in 16 bits
+
+Against the chunks' own mean, DeepSpeed's rounding shows: after 5 steps LAMB and LARS in bf16 are off by 6e-4 to 1.1e-2
+of the distance that the weights moved, and in fp16 by 7e-5 to 4.7e-3 (the doctor's model, 2 and 3 ranks, 1 and 4
+micro-batches, stages 0 to 2). On a step at which fp16's loss scale grows DeepSpeed halves the gradient besides. With
+fp32 weights nothing is rounded; settings that would round there are refused. With gamma = 1 the update is bitwise that
+of torch's optimizer in the same engine, except for stage 0 in bf16: there DeepSpeed lets torch's optimizer take a real
+step, with decay, while the engine is built, and ours allocates its state without one.
+
+### What users do between backward and step
+
+r is measured on the chunks as they leave autograd: after every tensor hook, in whatever order hooks were registered.
+The gradient of the step is the fp32 mean of the chunks, at the engine's scale and clipping. The exceptions, in this
+order, are held against the reference at stages 0 to 3, in fused and observe mode, with CPU offload and in plain
+PyTorch (`tests/engines/deepspeed/test_edits.py`, `tests/optim/test_edits.py`):
+
+1. **Dropped.** After `zero_grad()` of the engine, of its wrapper or of the optimizer, no chunk so far belongs to the
+   window. The same holds, layer by layer, for a `.grad` that was set to None or to zero in any way
+   (`module.zero_grad()`, `p.grad.zero_()`, `p.grad.data.zero_()`, `p.grad = zeros`), where gradients stay in `.grad`:
+   in plain PyTorch, under DDP, at stage 0, and in observe mode at stage 1. A gradient that autograd itself left at
+   zero is a chunk. A backward pass that brings no gradient, as another model's loss through a frozen discriminator,
+   is none. Two backward passes of one micro-batch are one chunk, their sum.
+2. **Stale.** A layer without a gradient in a window's first or last micro-batch (a branch, layer drop, a head that is
+   used now and then) has a zero gradient there. DeepSpeed reuses its buffers at ZeRO-3 and with CPU offload; they are
+   cleared with every window and completed before every step, so that LAMB, LARS and gamma = 1 are right as well.
+3. **Edited.** After `safe_set_full_grad`, `safe_set_local_grad`, an edit of `.grad`, or a hook on accumulated
+   gradients, on one rank or on all, the edited gradient takes the mean's place. r stays that of the chunks.
+4. **An error.** A second backward pass after the first one's gradients were exchanged, a pass that broke off, or ranks
+   that disagree on k stop the step. The message names the layer and the way out.
+
+Under an engine, a chunk is what one rank computes between two calls of `engine.step()`. Where the program owns the
+accumulation boundary and steps once per window, a forward pass after a backward pass begins the next chunk: with
+`set_gradient_accumulation_boundary` (the Hugging Face Trainer and Accelerate go by it),
+`managed_gradient_accumulation: false` and `no_sync()`. At stages 1 to 3 gradients leave during the backward pass, so a
+second pass has to be announced: by `engine.backward(first_loss, retain_graph=True)`, or by a forward pass of its own
+before the first backward pass. An announced chunk is held back until it is complete, and takes the memory of a whole
+gradient.
+
+In observe mode an edit is found by comparing what DeepSpeed hands over with the mean of the chunks, element by
+element. What DeepSpeed's own rounding can explain is no edit: with n roundings to a dtype of unit roundoff u, and
+chunks of mean m and variance v, that is ten times `u sqrt(n m^2 / 9 + v / 3)`; with sequence parallelism, where
+DeepSpeed rounds each rank's part of a chunk, it is four times the layer's root mean square of that as well. In a
+pipeline, weights that stages share are not compared. Each rank takes its part of an edited layer as a whole, and the
+log says so once. In half precision an edited layer bears DeepSpeed's rounding. Two things have no effect in DeepSpeed
+itself: its setters under `BF16_Optimizer` (stage 1 in bf16 with fp32 accumulation), which write to a gradient that
+has been added up already, and `engine.module.zero_grad()` where `.grad` is empty after each pass.
+
+`-` stands for one rank with one micro-batch, k = 1 chunk: no variance exists, and `deepspeed.initialize` refuses it
+(which the test checks). A single window of one chunk is held against the reference in
+`tests/engines/deepspeed/test_one_chunk.py`.
+
+Tensor parallelism is held against the same reference, within the same bounds: [TENSOR_PARALLEL.md](TENSOR_PARALLEL.md).
+"""
+
+INVARIANCE = """\
+## Settings, and the ways in which gradients travel
+
+None of these may change the ratio: `tests/engines/deepspeed/test_exactness.py` also compares the layers' raw GSNR and
+the clamped fractions of the first step with those of the plain configuration. Under clipping in half precision the norm
+is DeepSpeed's where it reduces, taken from its own rounded mean: the bound is then 5e-3 of the distance moved.
+"""
+
+
+class ExactnessTable:
+    """Renders outcomes.
+
+    Args:
+        outcomes: by (world, id).
+    """
+
+    key: ClassVar[pytest.StashKey[ExactnessTable]] = pytest.StashKey()
+
+    def __init__(self, outcomes: Mapping[tuple[int, str], Result | str]) -> None:
+        self._outcomes = outcomes
+
+    def _cell(self, world: int, case: Case) -> str:
+        outcome = self._outcomes.get((world, identify(case)), NOT_RUN)
+        if isinstance(outcome, Result):
+            return f"{outcome.of_weights:.1e}"
+        return "-" if "k = 1" in outcome else outcome if outcome == NOT_RUN else "FAILED"
+
+    def matrix(self) -> list[str]:
+        """Markdown lines: a row for each optimizer and engine, a column for each number of ranks and micro-batches."""
+        columns = [(world, accumulation) for world in WORLDS for accumulation in ACCUMULATIONS]
+        lines = [
+            "| optimizer | stage | dtype | " + " | ".join(f"{w} x {a}" for w, a in columns) + " |",
+            "| --- | --- | --- |" + " --- |" * len(columns),
+        ]
+        for optimizer in OPTIMIZERS:
+            for stage, dtype, accum_dtype in ENGINES:
+                cells = [self._cell(w, Case(optimizer, stage, dtype, a, accum_dtype)) for w, a in columns]
+                shown = f"{dtype}, {accum_dtype} accumulation" if accum_dtype else dtype
+                lines.append(f"| {optimizer} | {stage} | {shown} | " + " | ".join(cells) + " |")
+        return lines
+
+    def variants(self) -> list[str]:
+        """Markdown lines: the settings around VRLAMB."""
+        lines = [
+            "| setting | optimizer | ranks x micro-batches | stage | dtype | of the weights | of the distance moved |",
+            "| --- | --- | --- | --- | --- | --- | --- |",
+        ]
+        for world, name, case in variants():
+            outcome = self._outcomes.get((world, name), NOT_RUN)
+            if isinstance(outcome, Result):
+                cells = (f"{outcome.of_weights:.1e}", f"{outcome.of_distance:.1e}")
+            else:
+                cells = (outcome if outcome == NOT_RUN else "FAILED", "")
+            note = name.split(f"gas{case.accumulation}-", 1)[1].replace("_", " ")
+            dtype = f"{case.dtype}, {case.accum_dtype} accumulation" if case.accum_dtype else case.dtype
+            split = f"{world} x {case.accumulation}"
+            lines.append(f"| {note} | {case.optimizer} | {split} | {case.stage} | {dtype} | {cells[0]} | {cells[1]} |")
+        return lines
+
+    def write(self, path: Path) -> None:
+        """Write the document except for its last section, which ``tests/engines/fsdp/test_exactness.py`` writes."""
+        of_fsdp = path.read_text(encoding="utf-8").partition(FSDP2)[2]
+        python = platform.python_version()
+        versions = f"Python {python}, torch {torch.__version__}, DeepSpeed {deepspeed.__version__}, CPU, gloo"
+        left_out = [f"- {what}: {why}" for what, why in LEFT_OUT.items()]
+        parts = [
+            PREFACE,
+            f"Measured with {versions}:\n\n    {COMMAND}\n",
+            "## Optimizers x engines\n\nColumns: ranks x accumulated micro-batches.\n",
+            "\n".join(self.matrix()),
+            "\nLeft out:\n\n" + "\n".join(left_out) + "\n",
+            INVARIANCE,
+            "\n".join(self.variants()) + "\n",
+            FSDP2 + of_fsdp,
+        ]
+        path.write_text("\n".join(parts), encoding="utf-8")

@@ -1,0 +1,96 @@
+"""The things that a program may do between two steps of an engine, and those it may not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import ds_vrgd
+from ds_vrgd.doctor.reference import DenseOptimizer
+from tests.support.model import OutOfMemory, batches, make_model
+from tests.support.ranks import run_on_ranks
+from tests.support.trajectory import (
+    Case,
+    build,
+    chunk_gradients,
+    master_weights,
+    reference_groups,
+    relative_error,
+    whole_weights,
+)
+
+WORLD, ACCUMULATION = 2, 2
+MODES = [(stage, mode) for stage in range(4) for mode in ("auto", "observe") if stage or mode == "auto"]
+
+
+def interrupted(rank: int, case: Case) -> dict[str, Any]:
+    """Evaluation in the middle of windows, and a forward pass that fails; then a backward pass that fails."""
+    engine = build(case, WORLD)
+    breaks = [False]
+    engine.module.up.register_forward_hook(lambda module, inputs, out: OutOfMemory.apply(out) if breaks[0] else None)
+    plain = make_model().to(engine.device)
+    start = {name: weight.cpu().double() for name, weight in plain.named_parameters() if weight.requires_grad}
+    reference = DenseOptimizer(case.optimizer, start, reference_groups(start, case), **case.hyper())
+    for step in range(2):
+        tokens = [t.to(engine.device) for t in batches(step, ACCUMULATION * WORLD)]
+        with whole_weights(engine) as weights:
+            plain.load_state_dict(weights, strict=False)
+        reference.step(chunk_gradients(plain, tokens, 1.0 / ACCUMULATION))
+        for index in range(ACCUMULATION):
+            engine.backward(engine(tokens[index * WORLD + rank]))
+            engine.eval()
+            with torch.no_grad():
+                engine(tokens[0])
+            engine.train()
+            engine(tokens[0])  # a loss that is logged, and never differentiated
+            engine.step()
+    found: dict[str, Any] = {
+        "error": relative_error(master_weights(engine), reference),
+        "k": ds_vrgd.gsnr_stats(engine).k,
+        "raised": [],
+    }
+    before = master_weights(engine)
+    for breaks[0] in (True, False):
+        for call in (lambda: engine.backward(engine(tokens[rank])), lambda: engine._take_model_step(None)):
+            try:
+                call()
+            except (MemoryError, RuntimeError) as error:
+                found["raised"].append(str(error))
+    after = master_weights(engine)
+    found["unchanged"] = all(torch.equal(before[name], after[name]) for name in before)
+    return found
+
+
+def all_modes(rank: int) -> dict[tuple[int, str], dict[str, Any]]:
+    return {
+        (stage, reduction): interrupted(rank, Case("VRLAMB", stage, "fp32", ACCUMULATION, reduction=reduction))
+        for stage, reduction in MODES
+    }
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[tuple[int, str], dict[str, Any]]:
+    return run_on_ranks(WORLD, all_modes)[0]
+
+
+@pytest.mark.parametrize(("stage", "reduction"), MODES)
+def test_forward_passes_in_the_middle_change_nothing(
+    found: dict[tuple[int, str], dict[str, Any]], stage: int, reduction: str
+) -> None:
+    assert found[stage, reduction]["error"] <= 8e-7
+    assert found[stage, reduction]["k"] == WORLD * ACCUMULATION
+
+
+@pytest.mark.parametrize(("stage", "reduction"), MODES)
+def test_no_step_after_a_backward_pass_that_broke_off(
+    found: dict[tuple[int, str], dict[str, Any]], stage: int, reduction: str
+) -> None:
+    broken, *refused = found[stage, reduction]["raised"]
+    assert broken == "out of memory"
+    assert len(refused) == 3
+    for message in refused:
+        assert "broke off" in message
+        assert "Start again from the last checkpoint" in message
+    assert found[stage, reduction]["unchanged"]

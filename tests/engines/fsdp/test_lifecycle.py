@@ -1,0 +1,425 @@
+"""FSDP2: what is thrown away, edited, broken off or run twice; attach, detach and refusals."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import weakref
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+import ds_vrgd
+from ds_vrgd.optim import LAMB, VRLAMB, VRSGD
+from tests.engines.fsdp.training import Case, build, chunks_of, error_of, full, reference_of, sharded, window
+from tests.support.logs import Log
+from tests.support.model import OutOfMemory, batches, make_model, param_groups
+from tests.support.ranks import DEVICE, run_on_ranks
+
+WORLD = 2
+CASE = Case("VRLAMB", "fp32", WORLD, 2)
+Steps = Callable[[Any, Any], Any]
+
+
+def _module_zero_grad(model: Any, optimizer: Any) -> None:
+    model.zero_grad()
+
+
+def _module_zeros(model: Any, optimizer: Any) -> None:
+    model.zero_grad(set_to_none=False)
+
+
+def _nones(model: Any, optimizer: Any) -> None:
+    for param in model.parameters():
+        param.grad = None
+
+
+#: Ways to throw a window away before it is done.
+DISCARDS: dict[str, Steps] = {
+    "optimizer.zero_grad()": lambda model, optimizer: optimizer.zero_grad(),
+    "optimizer.zero_grad(set_to_none=False)": lambda model, optimizer: optimizer.zero_grad(set_to_none=False),
+    "module.zero_grad()": _module_zero_grad,
+    "module.zero_grad(set_to_none=False)": _module_zeros,
+    "p.grad = None": _nones,
+}
+
+
+def follow(case: Case, before: Steps | None = None, spoil: Steps | None = None, steps: int = 3) -> float:
+    """Train as the reference does; ``before`` runs after a pass that does not count, ``spoil`` before each step."""
+    model, optimizer = build(case)
+    plain, reference = make_model().to(DEVICE), reference_of(case, model)
+    for step in range(steps):
+        plain.load_state_dict(full(model), strict=False)
+        chunks = chunks_of(case, plain, step)
+        if before is not None:
+            window(case, model, 50 + step)
+            before(model, optimizer)
+        window(case, model, step)
+        mean = None
+        if spoil is not None:
+            spoil(model, optimizer)
+            mean = {n: sum(chunk[n] for chunk in chunks) / len(chunks) for n in chunks[0]}
+            mean["up.weight"] = mean["up.weight"] * 3.0
+            mean["up.bias"] = mean["up.bias"] * 0.0
+        reference.step(chunks, mean=mean)
+        optimizer.step()
+        assert optimizer.layer_statistics[0].k == case.k
+        optimizer.zero_grad()
+    return error_of(model, reference)
+
+
+def edited(model: Any, optimizer: Any) -> None:
+    model.up.weight.grad.mul_(3.0)
+    model.up.bias.grad.zero_()
+
+
+def error(act: Callable[[], Any]) -> str:
+    try:
+        act()
+    except (ValueError, RuntimeError, TypeError, FloatingPointError) as raised:
+        return f"{type(raised).__name__}: {raised}"
+    return "no error"
+
+
+def zeroed_by_hand() -> str:
+    model, _ = build(CASE)
+    window(CASE, model, 0)
+    for param in model.parameters():
+        if param.grad is not None:
+            param.grad.zero_()
+    return error(lambda: window(CASE, model, 1))
+
+
+def some_set_to_none() -> float:
+    """One layer's gradient is thrown away: it counts as zeros in the passes before."""
+    model, optimizer = build(CASE)
+    plain, reference = make_model().to(DEVICE), reference_of(CASE, model)
+    plain.load_state_dict(full(model), strict=False)
+    chunks = chunks_of(CASE, plain, 0)
+    for chunk in chunks[:WORLD]:
+        chunk["up.weight"] = torch.zeros_like(chunk["up.weight"])
+    tokens = batches(0, 2 * WORLD)
+    (model(tokens[dist.get_rank()].to(DEVICE)) / 2).backward()
+    model.up.weight.grad = None  # type: ignore[union-attr]
+    (model(tokens[WORLD + dist.get_rank()].to(DEVICE)) / 2).backward()
+    optimizer.step()
+    reference.step(chunks)
+    return error_of(model, reference)
+
+
+def broken_off() -> tuple[str, str, int]:
+    """Return the errors where a pass that failed is ignored, and the k of a window after ``zero_grad()``."""
+    model, optimizer = build(CASE)
+
+    def fail(module: Any, inputs: Any, output: Tensor) -> Tensor:
+        return OutOfMemory.apply(output)  # type: ignore[no-any-return]
+
+    def spoil() -> None:
+        handle = model.up.register_forward_hook(fail)
+        with pytest.raises(MemoryError):
+            model(batches(0, 1)[0].to(DEVICE)).backward()
+        handle.remove()
+        reset = getattr(model, "reset_iter_state", None)
+        if reset is not None:
+            reset()
+
+    spoil()
+    stepped = error(optimizer.step)
+    optimizer.zero_grad()
+    window(CASE, model, 0)
+    optimizer.step()
+    k = optimizer.layer_statistics[0].k
+    optimizer.zero_grad()
+    spoil()
+    return stepped, error(lambda: window(CASE, model, 0)), k
+
+
+def twice() -> str:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.last = nn.Linear(6, 6), nn.Linear(6, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.last(self.inner(torch.tanh(self.inner(x)))).square().mean()  # type: ignore[no-any-return]
+
+    model = Twice().to(DEVICE)
+    fully_shard(model.inner)
+    fully_shard(model)
+    optimizer = VRSGD(model.parameters(), lr=0.1)
+    ds_vrgd.attach(model, optimizer)
+    x = torch.randn(3, 6, generator=torch.Generator().manual_seed(dist.get_rank())).to(DEVICE)
+    return error(lambda: model(x).backward())
+
+
+def nonfinite(policy: str) -> dict[str, Any]:
+    log = Log()
+    logging.getLogger("ds_vrgd").addHandler(log)
+    case = replace(CASE, arguments={"nonfinite": policy})
+    model, optimizer = build(case)
+    window(case, model, 0)
+    optimizer.step()
+    optimizer.zero_grad()
+    before = full(model)
+
+    def spoil(module: Any, inputs: Any, output: Tensor) -> None:
+        output.register_hook(lambda grad: grad * float("nan"))
+
+    tokens = batches(1, 2 * WORLD)
+    for index in range(2):
+        handle = None
+        if (index, dist.get_rank()) == (1, 1):
+            handle = model.positions.register_forward_hook(spoil)
+        (model(tokens[index * WORLD + dist.get_rank()].to(DEVICE)) / 2).backward()
+        if handle is not None:
+            handle.remove()
+    raised = error(optimizer.step)
+    after = full(model)
+    unchanged = all(torch.equal(before[name], after[name]) for name in before)
+    optimizer.zero_grad()
+    window(case, model, 2)
+    optimizer.step()
+    logging.getLogger("ds_vrgd").removeHandler(log)
+    moved = any(not torch.equal(before[name], weight) for name, weight in full(model).items())
+    return {"raised": raised, "unchanged": unchanged, "moved": moved, "overflow": optimizer.overflow, "log": log.lines}
+
+
+def attached_again() -> dict[str, Any]:
+    """A second optimizer over the same model: the first one's moments and hooks are gone."""
+    model, first = build(CASE)
+    window(CASE, model, 0)
+    first.step()
+    first.zero_grad()
+    second = VRLAMB(param_groups(model, adapt=False), **CASE.hyper())
+    ds_vrgd.attach(model, second)
+    window(CASE, model, 1)
+    held = [optimizer.observer.held_bytes()[0] for optimizer in (first, second)]
+    retired = error(first.step)
+    second.step()
+    statistics = second.layer_statistics[0].k
+    second.zero_grad()
+    alive = weakref.ref(second)
+    del second
+    gc.collect()
+    model.zero_grad()
+    window(CASE, model, 2)  # nobody listens, and FSDP2 still gets its mean
+    mean = model.up.weight.grad.full_tensor()  # type: ignore[union-attr, operator]
+    third = VRLAMB(param_groups(model, adapt=False), **CASE.hyper())
+    ds_vrgd.attach(model, third)
+    third.observer.detach()
+    left = {type(group._reduce_scatter_comm).__name__ for module in model.modules() if isinstance(module, FSDPModule)
+            for group in _groups(module)}  # fmt: skip
+    return {"retired": retired, "held": held, "k": statistics, "gone": alive() is None, "mean": mean, "left": left,
+            "zero_grad": "zero_grad" in vars(model),
+            "hooks": len(model._forward_pre_hooks) - len(sharded(CASE)._forward_pre_hooks)}  # fmt: skip
+
+
+def _groups(module: Any) -> list[Any]:
+    state = module._get_fsdp_state()
+    return list(getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group])
+
+
+def mean_of_plain() -> Tensor:
+    """Return what FSDP2 alone reduces, for the same window as in :func:`attached_again`, with the same weights."""
+    case = replace(CASE, attached=False)
+    model, _ = build(case)
+    window(case, model, 0)
+    return model.up.weight.grad.full_tensor()  # type: ignore[union-attr, operator, no-any-return]
+
+
+def told_of_merging() -> list[str]:
+    log = Log()
+    logging.getLogger("ds_vrgd").addHandler(log)
+    case = replace(CASE, accumulation=4, merged=2)
+    model, optimizer = build(case)
+    for step in range(2):
+        window(case, model, step)
+        optimizer.step()
+        optimizer.zero_grad()
+    logging.getLogger("ds_vrgd").removeHandler(log)
+    return [line for line in log.lines if "merges micro-batches" in line]
+
+
+def unfinished(model: nn.Module) -> Any:
+    """Attach a VRLAMB to the model."""
+    optimizer = VRLAMB(model.parameters())
+    ds_vrgd.attach(model, optimizer)
+
+
+class OwnReduceScatter:
+    def allocate(self, size: Any, *, dtype: Any, device: Any) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        raise AssertionError
+
+
+def refusals() -> dict[str, str]:
+    """Return each refusal's message."""
+    found: dict[str, str] = {}
+    line = torch.distributed.device_mesh.init_device_mesh(DEVICE, (WORLD,))
+    found["not sharded"] = error(lambda: unfinished(make_model()))
+    wrapped = FullyShardedDataParallel(nn.Linear(4, 4), device_id=torch.device(DEVICE))
+    found["FSDP1"] = error(lambda: ds_vrgd.attach(wrapped, LAMB([nn.Parameter(torch.ones(1))])))
+    model = sharded(CASE)
+    found["other optimizer"] = error(lambda: ds_vrgd.attach(model, torch.optim.AdamW(model.parameters())))
+    found["other parameters"] = error(lambda: ds_vrgd.attach(model, VRLAMB(make_model().parameters())))
+    with mock.patch.object(FSDPModule, "set_custom_reduce_scatter", create=True):
+        del FSDPModule.set_custom_reduce_scatter
+        found["old torch"] = error(lambda: unfinished(model))
+    found["set by somebody"] = error(lambda: (model.set_custom_reduce_scatter(OwnReduceScatter()), unfinished(model)))  # type: ignore[operator]
+    blocks = make_model().to(DEVICE)
+    fully_shard(blocks.up, mesh=line)
+    found["outside"] = error(lambda: unfinished(blocks))
+    half = make_model().to(DEVICE)
+    fully_shard(half, mesh=line, mp_policy=MixedPrecisionPolicy(param_dtype=torch.float16))
+    found["fp16"] = error(lambda: unfinished(half))
+    along = nn.Linear(4, 4).to(DEVICE)
+    fully_shard(along, mesh=line, shard_placement_fn=lambda param: Shard(param.dim() - 1))
+    found["dimension 1"] = error(lambda: unfinished(along))
+    copied = init_device_mesh(DEVICE, (WORLD, 1), mesh_dim_names=("replicate", "shard"))
+    copies = nn.Linear(4, 4).to(DEVICE)
+    fully_shard(copies, mesh=copied)
+    found["copies"] = error(lambda: unfinished(copies))
+    both = init_device_mesh(DEVICE, (1, WORLD), mesh_dim_names=("dp", "tp"))
+    parallel = parallelize_module(nn.Sequential(nn.Linear(4, 4)).to(DEVICE), both["tp"], {"0": ColwiseParallel()})
+    fully_shard(parallel, mesh=both["dp"])
+    found["tensor parallelism"] = error(lambda: unfinished(parallel))
+    case = replace(CASE, attached=False)
+    model, optimizer = build(case)
+    window(case, model, 0)
+    found["not attached"] = error(optimizer.step)
+    case = replace(CASE, arguments={"gamma": 1.0})
+    model, optimizer = build(case)
+    spare = nn.Parameter(torch.ones(2))
+    found["group later"] = error(lambda: optimizer.add_param_group({"params": [spare], "gamma": 0.1}))
+    optimizer.param_groups[0]["gamma"] = 0.1
+    window(case, model, 0)
+    found["gamma later"] = error(optimizer.step)
+    model, optimizer = build(replace(CASE, accumulation=1))
+    found["no chunk"] = error(
+        lambda: [setattr(p, "grad", torch.zeros_like(p)) for p in model.parameters()] + [optimizer.step()]
+    )
+    return found
+
+
+MESSAGES = {
+    "not sharded": "no module of this TinyLM is sharded by FSDP2. Call fully_shard",
+    "FSDP1": "wrapped in FullyShardedDataParallel (FSDP1)",
+    "other optimizer": "AdamW is not an optimizer of ds_vrgd",
+    "other parameters": "Make the optimizer after fully_shard, over model.parameters()",
+    "old torch": "needs FSDPModule.set_custom_reduce_scatter",
+    "set by somebody": "reduces its gradients by OwnReduceScatter, which somebody has set",
+    "outside": "'tokens.weight' is in no module that fully_shard was called on",
+    "fp16": "the model itself reduces its gradients in float16",
+    "dimension 1": "is cut along dimension",
+    "copies": "is replicated and not sharded",
+    "tensor parallelism": "is a DTensor over 2 mesh dimensions",
+    "not attached": "is a DTensor, and nobody has seen the ranks' gradients of it",
+    "group later": "is not one of the model's sharded parameters",
+    "gamma later": "gamma of param group 0 was 1.0",
+    "no chunk": "saw k = 0 chunk gradients",
+}
+
+
+def everything(rank: int) -> dict[str, Any]:
+    return {
+        "discards": {name: follow(CASE, discard) for name, discard in DISCARDS.items()},
+        "edited": follow(CASE, spoil=edited),
+        "zeroed by hand": zeroed_by_hand(),
+        "some": some_set_to_none(),
+        "twice": twice(),
+        "nonfinite": {policy: nonfinite(policy) for policy in ("skip", "error")},
+        "again": attached_again(),
+        "plain": mean_of_plain(),
+        "merging": told_of_merging(),
+        "refusals": refusals(),
+        "broken": broken_off(),
+    }
+
+
+@pytest.fixture(scope="module")
+def found() -> list[dict[str, Any]]:
+    return run_on_ranks(WORLD, everything)
+
+
+@pytest.mark.parametrize("way", DISCARDS)
+def test_what_was_thrown_away_is_no_chunk(found: list[dict[str, Any]], way: str) -> None:
+    assert all(of_rank["discards"][way] <= 8e-7 for of_rank in found)
+
+
+def test_an_edit_takes_the_means_place_and_the_ratio_stays(found: list[dict[str, Any]]) -> None:
+    assert all(of_rank["edited"] <= 8e-7 for of_rank in found)
+
+
+def test_a_layer_that_was_thrown_away_counts_as_zero(found: list[dict[str, Any]]) -> None:
+    assert all(of_rank["some"] <= 8e-7 for of_rank in found)
+
+
+def test_zeros_that_were_written_by_hand_are_an_error(found: list[dict[str, Any]]) -> None:
+    for of_rank in found:
+        assert "were set to zero in place between two backward passes" in of_rank["zeroed by hand"]
+
+
+def test_a_module_that_runs_twice_is_refused(found: list[dict[str, Any]]) -> None:
+    for of_rank in found:
+        assert "FSDP2 reduces the gradients of 'inner' twice in one backward pass" in of_rank["twice"]
+
+
+def test_a_nan_is_named_and_its_window_left_out(found: list[dict[str, Any]]) -> None:
+    where = "rank 1, micro-batch 2 of the window: NaN in 'positions.weight'"
+    for rank, of_rank in enumerate(found):
+        for policy, seen in of_rank["nonfinite"].items():
+            assert seen["unchanged"]
+            assert seen["moved"]
+            assert not seen["overflow"]  # of the last step
+            told = [line for line in seen["log"] if "not finite" in line]
+            if policy == "error":
+                assert where in seen["raised"]
+            else:
+                assert seen["raised"] == "no error"
+                assert [where in line for line in told] == ([True] if rank == 0 else []), told
+
+
+def test_another_optimizer_takes_the_place_of_the_first(found: list[dict[str, Any]]) -> None:
+    for of_rank in found:
+        again = of_rank["again"]
+        assert "another optimizer has been attached to this model since" in again["retired"]
+        assert again["held"][0] == 0
+        assert again["held"][1] > 0
+        assert again["k"] == CASE.k
+        assert again["gone"], "something keeps the optimizer alive"
+        assert again["mean"].isfinite().all()
+        assert again["left"] == {"DefaultReduceScatter"}
+        assert not again["zero_grad"]
+        assert again["hooks"] == 0
+
+
+def test_merged_micro_batches_are_reported_once(found: list[dict[str, Any]]) -> None:
+    (line,) = found[0]["merging"]
+    assert "4 forward passes of this step made 2 chunks on each rank" in line
+    assert found[1]["merging"] == []
+
+
+def test_a_pass_that_broke_off_is_reported(found: list[dict[str, Any]]) -> None:
+    for of_rank in found:
+        stepped, ignored, k = of_rank["broken"]
+        assert "a backward pass of this window broke off" in stepped
+        assert "a backward pass of this window broke off" in ignored
+        assert k == CASE.k
+
+
+@pytest.mark.parametrize("name", MESSAGES)
+def test_what_is_not_exact_is_refused_by_name(found: list[dict[str, Any]], name: str) -> None:
+    for of_rank in found:
+        assert MESSAGES[name] in of_rank["refusals"][name], of_rank["refusals"][name]

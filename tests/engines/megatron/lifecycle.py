@@ -1,0 +1,201 @@
+"""The programs of the ranks, for the tests beside this file."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject, ShardedObject, ShardedTensor
+from torch import Tensor
+
+import ds_vrgd.megatron
+from ds_vrgd.engines.megatron.exchange import BucketExchange
+from tests.engines.megatron.cases import Case
+from tests.engines.megatron.training import Run, build, initialize, weights
+
+
+def train(run: Run, first: int, steps: int) -> None:
+    for step in range(first, first + steps):
+        run.window(step)
+        assert run.step()
+
+
+def state_of(run: Run) -> dict[str, list[Tensor]]:
+    """Return copies of all state tensors of this rank, in the order of the param groups."""
+    inner = run.optimizer.optimizer
+    found: dict[str, list[Tensor]] = {}
+    for group in inner.param_groups:
+        for tensor in group["params"]:
+            for key, value in inner.state[tensor].items():
+                found.setdefault(key, []).append(torch.as_tensor(value).clone())
+    return found
+
+
+def plain(entry: Any) -> Any:
+    """Return what ``dist_checkpointing.load`` makes of a sharded state dict with the same ranks, without the files."""
+    if isinstance(entry, dict):
+        return {key: plain(value) for key, value in entry.items()}
+    if isinstance(entry, (list, tuple)):
+        return [plain(value) for value in entry]
+    if isinstance(entry, LocalNonpersistentObject):
+        return plain(entry.unwrap())
+    if isinstance(entry, (ShardedTensor, ShardedObject)):
+        return copy.deepcopy(entry.data.detach() if isinstance(entry.data, Tensor) else entry.data)
+    return entry
+
+
+def same(ours: Mapping[str, Any], others: Mapping[str, Any]) -> bool:
+    if ours.keys() != others.keys():
+        return False
+    flat = [(a, b) for key in ours for a, b in zip(_list(ours[key]), _list(others[key]), strict=True)]
+    return all(torch.equal(a, b) for a, b in flat)
+
+
+def _list(value: Any) -> list[Tensor]:
+    return value if isinstance(value, list) else [value]
+
+
+def resume(rank: int, cases: Mapping[str, tuple[Case, str]], folder: str) -> dict[str, tuple[bool, bool, bool] | str]:
+    """Save after three steps, take two more; load into a new model and optimizer, and take the same two.
+
+    Returns:
+        By case, whether the weights and the state are the same bits, and whether the weights had moved; or the error.
+    """
+    found: dict[str, Any] = {}
+    for number, (name, (case, way)) in enumerate(cases.items()):
+        initialize(case.tensor, case.pipeline)
+        try:
+            found[name] = _resume(case, way, f"{folder}/{number}")
+        except ValueError as error:
+            found[name] = str(error)
+    return found
+
+
+def _resume(case: Case, way: str, folder: str) -> tuple[bool, bool, bool]:
+    run = build(case)
+    train(run, 0, 3)
+    metadata = {"distrib_optim_sharding_type": way}
+
+    def sharded(run: Run, loading: bool) -> Any:
+        return run.optimizer.sharded_state_dict(run.model.sharded_state_dict(), loading, metadata=metadata)
+
+    if way == "state_dict":
+        torch.save(run.optimizer.state_dict(), f"{folder}-{dist.get_rank()}.pt")
+    else:
+        torch.save(plain(sharded(run, False)), f"{folder}-{dist.get_rank()}.pt")
+    weights_of_model = {key: copy.deepcopy(value) for key, value in run.model.state_dict().items()}
+    train(run, 3, 2)
+    expected, state = weights(run), state_of(run)
+    again = build(case)
+    fresh = weights(again)
+    again.model.load_state_dict(weights_of_model)
+    if way != "state_dict":
+        sharded(again, True)  # what is asked for before the files are read
+    again.optimizer.load_state_dict(torch.load(f"{folder}-{dist.get_rank()}.pt", weights_only=False))
+    again.schedule.step(3)
+    train(again, 3, 2)
+    end = weights(again)
+    moved = any(not torch.equal(end[key], fresh[key]) for key in end)
+    return same(end, expected), same(state_of(again), state), moved
+
+
+def nonfinite(rank: int, dtype: str, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Take a step, one with a NaN in a chunk of the last rank, and one more."""
+    initialize(1, 1)
+    run = build(Case(dtype=dtype, config=config))
+    train(run, 0, 1)
+    before = weights(run)
+    run.model.zero_grad_buffer()
+    for param in run.names:
+        param.main_grad.normal_()  # type: ignore[attr-defined]
+    if rank == 1:
+        next(iter(run.names)).main_grad.view(-1)[0] = float("nan")  # type: ignore[attr-defined]
+    run.model.finish_grad_sync()
+    success = run.step()
+    skipped = same(weights(run), before)
+    train(run, 2, 1)
+    return {"success": success, "skipped": skipped, "moved": not same(weights(run), before),
+            "steps": float(state_of(run)["step"][0])}  # fmt: skip
+
+
+def errors(rank: int) -> dict[str, str]:
+    """Do what is an error, and return the messages."""
+    initialize(1, 1)
+    found: dict[str, str] = {}
+
+    def note(name: str, run: Run) -> None:
+        try:
+            run.step()
+            found[name] = "none"
+        except RuntimeError as error:
+            found[name] = str(error)
+
+    run = build(Case(ddp={"overlap_grad_reduce": True, "check_for_nan_in_grad": False}))
+    run.model.zero_grad_buffer()
+    for param in run.names:
+        param.main_grad.normal_()  # type: ignore[attr-defined]
+    note("nothing reduced", run)
+    run.model.bucket_groups[0].finish_grad_sync()
+    note("a part reduced", run)
+    run.window(0)
+    run.model.zero_grad_buffer()
+    note("thrown away", run)
+    second = ds_vrgd.megatron.get_optimizer(run.wrapper.config, [run.model], optimizer="VRLAMB")
+    run.window(1)
+    note("another optimizer", run)
+    found["detached"] = str([BucketExchange.of(group) is None for group in run.model.bucket_groups])
+    second.optimizer.observer.detach()
+    found["detached"] += str([BucketExchange.of(group) is None for group in run.model.bucket_groups])
+    try:
+        ds_vrgd.megatron.get_optimizer(run.wrapper.config, [run.model.module])
+    except ValueError as error:
+        found["not wrapped"] = str(error)
+    try:
+        ds_vrgd.megatron.get_optimizer(run.wrapper.config, [run.model], betas3=0.9)
+    except TypeError as error:
+        found["an argument"] = str(error)
+    try:
+        ds_vrgd.megatron.get_optimizer(run.wrapper.config, [run.model], optimizer="Adam")
+    except ValueError as error:
+        found["a name"] = str(error)
+    return found
+
+
+def copies(rank: int) -> dict[str, bool]:
+    """Train in bf16 with sequence parallelism, and compare the tensor-parallel ranks' copies of master weights."""
+    initialize(2, 1)
+    run = build(Case("LAMB", "bf16", tensor=2, model={"sequence_parallel": True}))
+    train(run, 0, 3)
+    found = {}
+    for param, name in run.names.items():
+        main = param.main_param  # type: ignore[attr-defined]  # this rank's shard, in fp32
+        if main is None:
+            continue
+        flat = main.detach().flatten()
+        everyone = [torch.empty_like(flat) for _ in range(2)]
+        dist.all_gather(everyone, flat, group=parallel_state.get_tensor_model_parallel_group())
+        if not getattr(param, "tensor_model_parallel", False):
+            found[name] = torch.equal(*everyone)
+    return found
+
+
+def edited(rank: int) -> dict[str, bool]:
+    """Edit a parameter's gradient in a buffer in half precision between the reduction and the step."""
+    initialize(1, 1)
+    run = build(Case(dtype="bf16", ddp={"use_distributed_optimizer": False}))
+    run.window(0)
+    first, second = [param for param in run.names if param.dim() > 1][:2]
+    first.main_grad.mul_(2.0)  # type: ignore[attr-defined]
+    run.wrapper.prepare_grads()
+    observer = run.wrapper.observer
+    mean = {param: observer.moments(param.main_param).mean for param in (first, second)}  # type: ignore[attr-defined]
+    held = {param: param.main_param.grad.view(-1) for param in (first, second)}  # type: ignore[attr-defined]
+    return {
+        "the edited value": torch.equal(held[first], first.main_grad.float().view(-1)),  # type: ignore[attr-defined]
+        "the mean in fp32": torch.equal(held[second], mean[second]),
+        "which bf16 rounds": not torch.equal(mean[second], mean[second].bfloat16().float()),
+    }

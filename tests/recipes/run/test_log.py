@@ -1,0 +1,171 @@
+"""The run's log: what a resumed run keeps, and what the monitors get."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import ds_vrgd
+from ds_vrgd_recipes.run.errors import InputError
+from ds_vrgd_recipes.run.log import RunLog, gsnr_record, layers_record, read_log
+
+MONITORED = ("loss", "lr")
+
+
+class Monitor:
+    csv_monitor = None
+
+    def __init__(self) -> None:
+        self.events: list[tuple[str, float, int]] = []
+
+    def write_events(self, events: list[tuple[str, float, int]]) -> None:
+        self.events += events
+
+
+def record(step: int) -> dict[str, Any]:
+    return {
+        "step": step,
+        "loss": 2.0 / step,
+        "lr": 0.1 * step,
+        "gsnr": {
+            "k": 8, "mean_ratio": 0.3, "clamped_low": 0.2, "clamped_high": 0.1, "batch": 64,
+            "noise_trace": 3.0 + step % 2, "noise_signal": 0.01 * step,
+        },
+    }  # fmt: skip
+
+
+def test_records_after_the_resumed_update_are_dropped(tmp_path: Path) -> None:
+    first = RunLog(tmp_path, 0, Monitor(), MONITORED)
+    for step in (1, 2, 3):
+        first.update(record(step))
+    first.evaluation(3, {"held_out_loss": 1.5})
+    with (tmp_path / "log.jsonl").open("a", encoding="utf-8") as file:
+        file.write('{"step": 4, "lo')  # killed while writing
+    RunLog(tmp_path, 2, Monitor(), MONITORED).update(record(3))
+    assert read_log(tmp_path) == [record(1), record(2), record(3)]
+
+
+def test_monitors_get_the_same_numbers(tmp_path: Path) -> None:
+    monitor = Monitor()
+    log = RunLog(tmp_path, 0, monitor, MONITORED)
+    log.update(record(4))
+    log.evaluation(4, {"held_out_loss": 1.5, "unigram_entropy": 1.6})
+    assert ("Train/loss", 0.5, 4) in monitor.events
+    assert ("GSNR/clamped_low", 0.2, 4) in monitor.events
+    assert ("HeldOut/loss", 1.5, 4) in monitor.events
+    assert not [name for name, _, _ in monitor.events if name.endswith("/k")]
+
+
+@pytest.mark.parametrize(
+    "line", [b"\xff\xfe", b'{"step": 2, "lo', b"[1]", b"3", b'{"loss": 1.0}', b'{"step": "2"}', b"[" * 100_000, b""]
+)
+def test_a_damaged_line_is_named_with_the_way_out(tmp_path: Path, line: bytes) -> None:
+    RunLog(tmp_path, 0, Monitor(), MONITORED).update(record(1))
+    with (tmp_path / "log.jsonl").open("ab") as file:
+        file.write(line + b"\n" + b'{"step": 3}\n')
+    with pytest.raises(
+        InputError, match=r"log\.jsonl is damaged: line 2 holds b'.* move it elsewhere, and the"
+    ) as found:
+        RunLog(tmp_path, 2, Monitor(), MONITORED)
+    assert len(str(found.value)) < 500
+    (tmp_path / "log.jsonl").rename(tmp_path / "old")
+    RunLog(tmp_path, 2, Monitor(), MONITORED)
+
+
+def test_a_damaged_csv_file_is_named_with_the_way_out(tmp_path: Path) -> None:
+    monitor = Monitor()
+    monitor.csv_monitor = SimpleNamespace(log_dir=str(tmp_path / "csv"), filenames=[])  # type: ignore[assignment]
+    (tmp_path / "csv").mkdir()
+    (tmp_path / "csv" / "Train_loss.csv").write_bytes(b"step,Train_loss\n1,2.0\n2,\xff\n")
+    with pytest.raises(
+        InputError, match=r"Train_loss\.csv is damaged: it is not text .*; move it elsewhere, and the run"
+    ):
+        RunLog(tmp_path, 2, monitor, MONITORED)
+
+
+def test_optimizers_without_gsnr_have_no_record() -> None:
+    parameter = torch.nn.Parameter(torch.ones(2))
+    for optimizer in (torch.optim.SGD([parameter], lr=0.1), ds_vrgd.LAMB([parameter], lr=0.1)):
+        engine = SimpleNamespace(optimizer=optimizer)
+        assert gsnr_record(engine) is None
+        assert layers_record(engine) is None
+
+
+class Engine:
+    """What a log asks of an engine: 4 chunks of 2 samples, in which one layer has 4 elements and the other one 2."""
+
+    def __init__(self) -> None:
+        generator = torch.Generator().manual_seed(1)
+        params = [(name, torch.nn.Parameter(torch.ones(size))) for name, size in (("a", 4), ("b", 2))]
+        self.optimizer = ds_vrgd.VRSGD(params, lr=0.0, gamma=0.2)
+        for _ in range(4):
+            for _, param in params:
+                ((1.0 + torch.randn(param.shape, generator=generator)) @ param / 4).backward()
+        self.optimizer.step()
+        self.optimizer.overflow = False
+
+    def train_micro_batch_size_per_gpu(self) -> int:
+        return 2
+
+    def train_batch_size(self) -> int:
+        return 8
+
+
+@pytest.mark.filterwarnings("ignore:.*estimates the GSNR from only k:UserWarning")
+def test_record_of_an_update_and_of_its_layers(tmp_path: Path) -> None:
+    engine = Engine()
+    found, stats = gsnr_record(engine), ds_vrgd.gsnr_stats(engine)
+    assert found is not None
+    assert (found["k"], found["batch"]) == (4, 8)
+    mean = sum(layer.mean_ratio for layer in stats.layers.values()) / 2
+    assert found["mean_ratio"] == pytest.approx(mean)
+    assert found["noise_trace"] / found["noise_signal"] == pytest.approx(ds_vrgd.noise_scale(engine))
+    written = RunLog(tmp_path, 0, Monitor(), MONITORED)
+    for step in range(1, 601):  # every third of 600 updates
+        written.layers(step, 600, engine)
+    names, *records = read_log(tmp_path)
+    assert names == {"step": 1, "layer_names": ["a", "b"]}
+    assert [one["step"] for one in records] == [*range(1, 601, 3)]
+    first = records[0]["layers"]
+    assert first["gsnr"] == [float(f"{layer.mean_ratio:.3g}") for layer in stats.layers.values()]
+    assert sum(first["trace"]) == pytest.approx(found["noise_trace"], rel=5e-3)
+    assert sum(first["signal"]) == pytest.approx(found["noise_signal"], abs=5e-3 * max(map(abs, first["signal"])))
+    # a log that goes on does not name them again
+    RunLog(tmp_path, 4, Monitor(), MONITORED).layers(5, 5, engine)
+    assert [sorted(one) for one in read_log(tmp_path)] == [["layer_names", "step"]] + 3 * [["layers", "step"]]
+
+
+@pytest.mark.filterwarnings("ignore:.*estimates the GSNR from only k:UserWarning")
+def test_update_that_was_skipped_has_no_record() -> None:
+    engine = Engine()
+    engine.optimizer.overflow = True  # what it holds is of the update before
+    assert gsnr_record(engine) is None
+    assert layers_record(engine) is None
+
+
+def test_monitors_get_the_noise_scale_of_the_whole_log(tmp_path: Path) -> None:
+    whole, resumed = Monitor(), Monitor()
+    (tmp_path / "whole").mkdir()
+    log = RunLog(tmp_path / "whole", 0, whole, MONITORED)
+    for step in range(1, 13):
+        log.update(record(step))
+    (tmp_path / "resumed").mkdir()
+    shutil.copy(tmp_path / "whole" / "log.jsonl", tmp_path / "resumed")
+    log = RunLog(tmp_path / "resumed", 8, resumed, MONITORED)
+    for step in range(9, 13):
+        log.update(record(step))
+    assert resumed.events == [event for event in whole.events if event[2] > 8]
+    last = {name: value for name, value, step in resumed.events if step == 12}
+    assert last["NoiseScale/batch"] == 64
+    weights = [0.99 ** (12 - step) for step in range(1, 13)]
+    top = sum(weight * (3.0 + step % 2) for step, weight in enumerate(weights, start=1))
+    bottom = sum(weight * 0.01 * step for step, weight in enumerate(weights, start=1))
+    assert last["NoiseScale/value"] == pytest.approx(top / bottom, rel=1e-12)
+    assert last["NoiseScale/low"] < last["NoiseScale/value"] < last["NoiseScale/high"]
+    # two updates set no upper bound
+    assert "NoiseScale/high" not in {name for name, _, step in whole.events if step == 2}
