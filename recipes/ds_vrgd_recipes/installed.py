@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-#: In the repository a link to ``configs/``; a wheel has the files.
-CONFIGS = Path(__file__).parent / "configs"
+_IN_WHEEL = Path(__file__).parent / "configs"
+
+#: The run files: the wheel's own, or those of the clone.
+CONFIGS = _IN_WHEEL if _IN_WHEEL.is_dir() else Path(__file__).parents[2] / "configs"
 
 
 def config_path(text: str) -> Path:

@@ -13,6 +13,7 @@ import pytest
 
 import ds_vrgd
 import ds_vrgd_recipes
+from ds_vrgd_recipes.installed import CONFIGS
 
 ROOT = Path(__file__).parents[2]
 
@@ -32,18 +33,19 @@ def contents(folder: Path, pattern: str) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.glob(pattern) if path.is_file()}
 
 
-def test_the_wheel_has_all_run_files_and_modules(tmp_path: Path) -> None:
+@pytest.mark.parametrize("through_sdist", [True, False])
+def test_the_wheel_has_all_run_files_and_modules(through_sdist: bool, tmp_path: Path) -> None:
     setuptools = pytest.importorskip("setuptools")
     if int(setuptools.__version__.partition(".")[0]) < 77:
         pytest.skip("recipes/pyproject.toml needs setuptools 77")
     unwanted = shutil.ignore_patterns("build", "*.egg-info", "__pycache__")
-    shutil.copytree(ROOT / "recipes", tmp_path / "recipes", symlinks=True, ignore=unwanted)
+    shutil.copytree(ROOT / "recipes", tmp_path / "recipes", ignore=unwanted)
     shutil.copytree(ROOT / "configs", tmp_path / "configs")
-    shutil.copy(ROOT / "LICENSE", tmp_path)
-    sdist = build("build_sdist", tmp_path / "recipes", tmp_path)
-    with tarfile.open(sdist) as archive:
-        archive.extractall(tmp_path / "sdist", filter="data")
-    (source,) = (tmp_path / "sdist").iterdir()
+    source = tmp_path / "recipes"
+    if through_sdist:
+        with tarfile.open(build("build_sdist", source, tmp_path)) as archive:
+            archive.extractall(tmp_path / "sdist", filter="data")
+        (source,) = (tmp_path / "sdist").iterdir()
     with zipfile.ZipFile(build("build_wheel", source, tmp_path)) as archive:
         archive.extractall(tmp_path / "wheel")
     installed = tmp_path / "wheel" / "ds_vrgd_recipes"
@@ -58,6 +60,11 @@ def test_both_distributions_have_one_version() -> None:
 
 
 def test_the_repository_has_each_run_file_once() -> None:
-    link = ROOT / "recipes" / "ds_vrgd_recipes" / "configs"
-    assert link.is_symlink()
-    assert link.resolve() == ROOT / "configs"
+    assert CONFIGS == ROOT / "configs"
+
+
+def test_nothing_is_a_link() -> None:
+    """Archives and checkouts that cannot keep a link turn it into a text file."""
+    folders = [each for each in ROOT.iterdir() if each.is_dir() and each.name not in (".git", ".venv", "out")]
+    assert [path for folder in folders for path in folder.rglob("*") if path.is_symlink()] == []
+    assert (ROOT / "recipes" / "LICENSE").read_text() == (ROOT / "LICENSE").read_text()
