@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ds_vrgd.kernels.blocks import BlockTable
-from ds_vrgd.kernels.records import AdamState, MomentumState, Source
+from ds_vrgd.kernels.records import AdamNumbers, Columns, MomentumNumbers, RatioNumbers, ShardCall, Tensors
 from ds_vrgd.moments import ShardLayout
 from ds_vrgd.moments.chan import merge_chunks_
 
@@ -52,41 +52,41 @@ class _Shard:
         """Return a value for each layer."""
         return torch.ones(self._layers, dtype=dtype, device=self._device)
 
-    def plain(self) -> Source:
+    def plain(self) -> tuple[Tensors, RatioNumbers]:
         """Return a gradient without a ratio."""
-        return Source(self.flat(), scale=torch.ones((), device=self._device))
+        return Tensors(grad=self.flat(), scale=torch.ones((), device=self._device)), RatioNumbers()
 
-    def moments(self, averages: bool) -> Source:
+    def moments(self, averages: bool) -> tuple[Tensors, RatioNumbers]:
         """Return the mean of the chunks as gradient, as in fused mode, with its ratio; the average is in bf16."""
-        return Source(
-            None,
+        tensors = Tensors(
             scale=torch.ones((), device=self._device),
             total=self.flat(),
             m2=self.flat(),
-            means=self.by_layer(torch.float64),
             average=self.flat(torch.bfloat16) if averages else None,
-            k=float(RANKS),
-            gsnr_eps=1e-6,
-            gamma=0.1,
-            beta3=0.9,
-            rest3=0.1,
         )
+        return tensors, RatioNumbers(k=float(RANKS), gsnr_eps=1e-6, gamma=0.1, beta3=0.9, rest3=0.1)
 
-    def adam(self, **numbers: Any) -> AdamState:
-        """Return weights and both moments."""
-        state = AdamState(self.flat(), self.flat(), self.flat(), 1e-6, 0.01, 0.1, 0.999, 0.001, 1.0, 1.0)
-        return state._replace(**numbers)
+    def adam(self, tensors: Tensors, numbers: RatioNumbers, **given: Any) -> ShardCall:
+        """Return a gradient with weights and both moments of Adam."""
+        tensors = tensors._replace(weights=self.flat(), exp_avg=self.flat(), exp_avg_sq=self.flat())
+        rule = AdamNumbers(1e-6, 0.01, 0.1, 0.999, 0.001, 1.0, 1.0)._replace(**given)
+        return ShardCall(tensors, numbers, rule, 1)
 
-    def momentum(self, **numbers: Any) -> MomentumState:
-        """Return weights and a momentum buffer."""
-        return MomentumState(self.flat(), self.flat(), lr=1e-4, decay=0.01, momentum=0.9)._replace(**numbers)
+    def momentum(self, tensors: Tensors, numbers: RatioNumbers) -> ShardCall:
+        """Return a gradient with weights and a momentum buffer."""
+        tensors = tensors._replace(weights=self.flat(), buffer=self.flat())
+        return ShardCall(tensors, numbers, MomentumNumbers(1e-4, 0.01, 0.9))
 
-    def call(self, kernel: str, source: Source | None, state: Any, columns: int) -> Callable[[], Any]:
+    def call(self, kernel: str, shard: ShardCall, sums: int, *, trust: bool = False) -> Callable[[], Any]:
         """Return the call of a kernel with so many columns of sums."""
         from ds_vrgd.kernels import update
 
-        partials = update.empty_partials(self._table, columns) if columns else None
-        return lambda: update.launch(getattr(update, kernel), self._table, 0, source, state, partials, 1)
+        launcher = update.Launcher(self._table, [shard])
+        partials = update.empty_partials(self._table, sums) if sums else None
+        columns = Columns(
+            self.by_layer(torch.float64) if shard.tensors.m2 is not None else None, self.by_layer() if trust else None
+        )
+        return lambda: launcher.launch(getattr(update, kernel), columns, partials)
 
 
 Make = Callable[[ShardLayout, torch.device], Callable[[], Any]]
@@ -117,35 +117,35 @@ KERNELS = (
     Kernel("moments of 2 bf16 chunks, merged", RANKS * 2 + 16, _merge(1), needs_gpu=False),
     # total, m2
     Kernel(
-        "sums of the ratio by layer", 8, _on_shard(lambda s: s.call("ratio_sums", s.moments(averages=False), None, 3))
+        "sums of the ratio by layer",
+        8,
+        _on_shard(lambda s: s.call("ratio_sums", ShardCall(*s.moments(averages=False)), 3)),
     ),
     # Read total, m2, weights, two moments, average; write weights, two moments, average.
     Kernel(
         "VRAdamW",
         20 + 2 + 12 + 2,
-        _on_shard(lambda s: s.call("adam_step", s.moments(averages=True), s.adam(lr=1e-4, shrink=1.0), 2)),
+        _on_shard(lambda s: s.call("adam_step", s.adam(*s.moments(averages=True), lr=1e-4, shrink=1.0), 2)),
     ),
     # The same, but the weights are not written.
     Kernel(
         "VRLAMB, moments and norms",
         20 + 2 + 8 + 2,
-        _on_shard(lambda s: s.call("lamb_advance", s.moments(averages=True), s.adam(), 4)),
+        _on_shard(lambda s: s.call("lamb_advance", s.adam(*s.moments(averages=True)), 4)),
     ),
     # Read gradient, weights, two moments; write two moments.
-    Kernel("LAMB, moments and norms", 16 + 8, _on_shard(lambda s: s.call("lamb_advance", s.plain(), s.adam(), 2))),
+    Kernel("LAMB, moments and norms", 16 + 8, _on_shard(lambda s: s.call("lamb_advance", s.adam(*s.plain()), 2))),
     # Read weights and two moments; write weights.
-    Kernel("LAMB, weights", 12 + 4, _on_shard(lambda s: s.call("lamb_apply", None, s.adam(rates=s.by_layer()), 0))),
+    Kernel("LAMB, weights", 12 + 4, _on_shard(lambda s: s.call("lamb_apply", s.adam(*s.plain()), 0, trust=True))),
     # total, m2, weights
-    Kernel("VRLARS, norms", 12, _on_shard(lambda s: s.call("lars_norms", s.moments(averages=False), s.momentum(), 4))),
+    Kernel("VRLARS, norms", 12, _on_shard(lambda s: s.call("lars_norms", s.momentum(*s.moments(averages=False)), 4))),
     # Read total, m2, weights, buffer; write weights, buffer.
     Kernel(
         "VRLARS, weights",
         16 + 8,
-        _on_shard(lambda s: s.call("momentum_step", s.moments(averages=False), s.momentum(trust=s.by_layer()), 0)),
+        _on_shard(lambda s: s.call("momentum_step", s.momentum(*s.moments(averages=False)), 0, trust=True)),
     ),
-    Kernel(
-        "VRMomentum", 16 + 8, _on_shard(lambda s: s.call("momentum_step", s.moments(averages=False), s.momentum(), 2))
-    ),
+    Kernel("VRMomentum", 16 + 8, _on_shard(lambda s: s.call("momentum_step", s.momentum(*s.moments(averages=False)), 2))),
     # Read weights, gradient, two moments; write weights and two moments.
     Kernel("torch fused AdamW", 16 + 12, _torch_adamw, needs_gpu=False),
 )

@@ -10,7 +10,7 @@ import torch
 #: Elements of a block; blocks lie at multiples of it, so that whole ones are read 16 bytes at a time.
 BLOCK = 2048
 #: Numbers in a row of :attr:`BlockTable.rows`.
-COLUMNS = 5
+COLUMNS = 6
 
 
 class BlockTable:
@@ -26,9 +26,9 @@ class BlockTable:
         device: where the shards are.
 
     Attributes:
-        rows: for each shard ``(blocks, COLUMNS)`` int64: start, first and last (exclusive) element inside the block,
-            layer, and the index in the flattened layer that the block's element 0 would have (may be negative).
-        firsts: for each shard the number of its first block.
+        rows: ``(blocks, COLUMNS)`` int64: start, first and last (exclusive) element inside the block, layer, the index
+            in the flattened layer that the block's element 0 would have (may be negative), and the shard.
+        bounds: the number of the first block of each shard, and that of all blocks.
         blocks: number of blocks of all shards.
         layers: number of layers.
         spans: ``(layers, 2)`` int32, first block and number of blocks of every layer.
@@ -46,13 +46,13 @@ class BlockTable:
         base = (begin[segment] + torch.arange(len(segment)) - firsts[segment]) * BLOCK
         offset = base - start[segment]
         low, high = (-offset).clamp_(min=0), (numel[segment] - offset).clamp_(max=BLOCK)
-        rows = torch.stack([base, low, high, layer[segment], offset + first[segment]], dim=1).to(device)
+        shard = torch.arange(len(shards)).repeat_interleave(torch.tensor([*map(len, shards)], dtype=torch.long))
+        rows = torch.stack([base, low, high, layer[segment], offset + first[segment], shard[segment]], dim=1)
         spans = torch.zeros(layers, 2, dtype=torch.int32)
         spans[layer] = torch.stack([firsts, counts], dim=1).to(torch.int32)
-        bounds = [0, *counts.cumsum(0).tolist()]
-        ends = [bounds[end] for end in itertools.accumulate(map(len, shards), initial=0)]
-        self.firsts = ends[:-1]
+        ends = [0, *counts.cumsum(0).tolist()]
+        self.bounds = [ends[segments] for segments in itertools.accumulate(map(len, shards), initial=0)]
         self.blocks = len(rows)
-        self.rows = list(rows.split([b - a for a, b in itertools.pairwise(ends)]))
+        self.rows = rows.to(device)
         self.layers = layers
         self.spans = spans.to(device)

@@ -15,12 +15,15 @@ UNROLL = 8
 
 @triton.jit
 def _merge_block(
-    received, total, m2, columns, row_stride, mask, parts, rows: tl.constexpr, unroll: tl.constexpr, first: tl.constexpr
-):
+    received, total, m2, out, columns, row_stride, mask, parts, divisor,
+    rows: tl.constexpr, unroll: tl.constexpr, first: tl.constexpr,
+):  # fmt: skip
     sum_of_rows = tl.zeros(columns.shape, tl.float32)
     for row in tl.range(0, rows, loop_unroll_factor=unroll):
         sum_of_rows += tl.load(received + row * row_stride + columns, mask).to(tl.float32)
     mean = sum_of_rows / rows
+    if out is not None:
+        tl.store(out + columns, sum_of_rows / divisor, mask)
     squares = tl.zeros(columns.shape, tl.float32)
     # The second reading finds the rows in the cache.
     for row in tl.range(0, rows, loop_unroll_factor=unroll):
@@ -39,31 +42,35 @@ def _merge_block(
 
 @triton.jit
 def _merge(
-    received, total, m2, numel, row_stride, parts,
+    received, total, m2, out, numel, row_stride, parts, divisor,
     rows: tl.constexpr, unroll: tl.constexpr, first: tl.constexpr, block: tl.constexpr,
 ):  # fmt: skip
     start = tl.program_id(0).to(tl.int64) * block
     columns = start + tl.arange(0, block)
     # Without a mask the loads and stores are 16 bytes wide also where numel is odd.
     if start + block <= numel:
-        _merge_block(received, total, m2, columns, row_stride, None, parts, rows, unroll, first)
+        _merge_block(received, total, m2, out, columns, row_stride, None, parts, divisor, rows, unroll, first)
     else:
-        _merge_block(received, total, m2, columns, row_stride, columns < numel, parts, rows, unroll, first)
+        mask = columns < numel
+        _merge_block(received, total, m2, out, columns, row_stride, mask, parts, divisor, rows, unroll, first)
 
 
-def merge_chunks(received: Tensor, total: Tensor, m2: Tensor, parts: int) -> None:
+def merge_chunks(
+    received: Tensor, total: Tensor, m2: Tensor, parts: int, out: Tensor | None = None, divisor: float = 1.0
+) -> None:
     """:func:`ds_vrgd.moments.chan.merge_chunks_` on CUDA.
 
     Args:
         received: ``(k, n)`` in fp32, bf16 or fp16; elements of a row are neighbours, rows may be any stride apart.
         total, m2: ``(n,)`` fp32, contiguous, at any offset.
-        parts: as there.
+        parts, divisor: as there.
+        out: as there; fp32, contiguous.
     """
     rows, numel = received.shape
     if numel == 0:
         return
     with torch.cuda.device_of(total):
         _merge[triton.cdiv(numel, BLOCK),](
-            received, total, m2, numel, received.stride(0), float(parts),
+            received, total, m2, out, numel, received.stride(0), float(parts), divisor,
             rows=rows, unroll=min(rows, UNROLL), first=parts == 0, block=BLOCK, num_warps=WARPS,
         )  # fmt: skip

@@ -1,4 +1,4 @@
-"""The arguments of the update kernels: the gradient of a step with its ratio, and the state of each rule.
+"""The arguments of the update kernels: the tensors of a shard, and the numbers of a step.
 
 The kernels read them as tuples. A field that is None is known when a kernel is compiled, and costs nothing there.
 """
@@ -10,28 +10,41 @@ from typing import NamedTuple
 from torch import Tensor
 
 
-class Source(NamedTuple):
-    """The gradient of a step over one shard, and what its ratio is made of. Tensors are fp32 unless stated otherwise.
+class Tensors(NamedTuple):
+    """The tensors of one shard, flat, contiguous and fp32 unless stated otherwise; None for those that a step lacks.
 
     Attributes:
+        weights: of the shard.
         grad: the gradient that the ratio scales; None if it is ``total``.
-        scale: a scalar that ``grad`` must be multiplied by; None for 1.
         total, m2: moments of the chunks; None without GSNR.
-        means: ``(layers,)`` fp64, the divisor of each layer's raw ratio: its mean, or infinity.
         average: the running mean of the ratio, fp32 or bf16; None if it is not averaged. Without ``total`` it is not
             advanced: it scales the gradient as it is.
+        buffer: momentum buffer of SGD and LARS.
+        exp_avg, exp_avg_sq: moments of Adam and LAMB.
+        scale: a scalar that ``grad`` must be multiplied by, of any floating dtype; None for 1.
+    """
+
+    weights: Tensor | None = None
+    grad: Tensor | None = None
+    total: Tensor | None = None
+    m2: Tensor | None = None
+    average: Tensor | None = None
+    buffer: Tensor | None = None
+    exp_avg: Tensor | None = None
+    exp_avg_sq: Tensor | None = None
+    scale: Tensor | None = None
+
+
+class RatioNumbers(NamedTuple):
+    """The numbers that the ratio of a shard is made with.
+
+    Attributes:
         k, parts, gsnr_eps, gamma: number of chunks, the divisor of ``total``, and the group's arguments.
         beta3, rest3: decay of the running mean, and ``1 - beta3``.
         debias: ``1 / (1 - beta3**t)``, for the ``t``-th ratio.
         earlier: ``1 - beta3**(t - 1)`` if the average begins in this step, with nothing in it yet; else None.
     """
 
-    grad: Tensor | None
-    scale: Tensor | None = None
-    total: Tensor | None = None
-    m2: Tensor | None = None
-    means: Tensor | None = None
-    average: Tensor | None = None
     k: float = 0.0
     parts: float = 1.0
     gsnr_eps: float = 0.0
@@ -42,42 +55,31 @@ class Source(NamedTuple):
     earlier: float | None = None
 
 
-class MomentumState(NamedTuple):
-    """Weights and momentum buffer of one shard, fp32, and the numbers of a step of SGD or LARS.
+class MomentumNumbers(NamedTuple):
+    """The numbers of a step of SGD or LARS.
 
     Attributes:
-        weights: of the shard.
-        buffer: momentum buffer; None for none.
-        trust: ``(layers,)``, the trust ratios that scale what the buffer receives; None for 1.
         lr, decay, momentum: the group's.
         lookahead: the momentum again, for Nesterov's step; None for the plain one.
     """
 
-    weights: Tensor
-    buffer: Tensor | None
-    trust: Tensor | None = None
-    lr: float = 0.0
-    decay: float = 0.0
-    momentum: float = 0.0
+    lr: float
+    decay: float
+    momentum: float
     lookahead: float | None = None
 
 
-class AdamState(NamedTuple):
-    """Weights and both moments of one shard, fp32, and the numbers of a step of Adam or LAMB.
+class AdamNumbers(NamedTuple):
+    """The numbers of a step of Adam or LAMB.
 
     Attributes:
-        weights, exp_avg, exp_avg_sq: of the shard.
         eps, decay: the group's.
         rest1, beta2, rest2: ``1 - beta1``, ``beta2``, ``1 - beta2``.
         debias1, debias2: factors that debias the first moment, and the root of the second.
         lr: learning rate of Adam.
         shrink: ``1 - lr * weight_decay`` if decay is decoupled (AdamW); None if it is added to the gradient.
-        rates: ``(layers,)``, learning rate times trust ratio of LAMB.
     """
 
-    weights: Tensor
-    exp_avg: Tensor
-    exp_avg_sq: Tensor
     eps: float
     decay: float
     rest1: float
@@ -87,4 +89,30 @@ class AdamState(NamedTuple):
     debias2: float
     lr: float = 0.0
     shrink: float | None = None
-    rates: Tensor | None = None
+
+
+class Columns(NamedTuple):
+    """What earlier passes have found of each layer.
+
+    Attributes:
+        means: ``(layers,)`` fp64, the divisor of each layer's raw ratio: its mean, or infinity.
+        trust: ``(layers,)`` fp32, the trust ratio of LARS, or LAMB's learning rate times its trust ratio.
+    """
+
+    means: Tensor | None = None
+    trust: Tensor | None = None
+
+
+class ShardCall(NamedTuple):
+    """What a kernel is called with for one shard.
+
+    Attributes:
+        tensors, ratio: as there.
+        rule: the numbers of the optimizer's own rule; None for a kernel that has none.
+        seed: seed of the stochastic rounding of this step, a signed 32-bit number.
+    """
+
+    tensors: Tensors
+    ratio: RatioNumbers = RatioNumbers()
+    rule: AdamNumbers | MomentumNumbers | None = None
+    seed: int = 0

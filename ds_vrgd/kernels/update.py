@@ -1,12 +1,16 @@
 """The updates in Triton: the formulas of :mod:`ds_vrgd.gsnr` and of the rules in :mod:`ds_vrgd.optim`, block by block.
 
-A kernel is a function of one block of a shard (:class:`~ds_vrgd.kernels.blocks.BlockTable`); :func:`launch` runs it
-over all blocks. Sums over a layer are left block by block in ``partials``, ``(columns, blocks)`` fp64, which
-:func:`sum_blocks` adds up in a fixed order.
+A kernel is a function of one block of a shard (:class:`~ds_vrgd.kernels.blocks.BlockTable`); :class:`Launcher` runs it
+over the blocks of all shards. Sums over a layer are left block by block in ``partials``, ``(columns, blocks)`` fp64,
+which :func:`sum_blocks` adds up in a fixed order.
 """
 
 from __future__ import annotations
 
+import functools
+import itertools
+import operator
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ds_vrgd.kernels.blocks import BLOCK, COLUMNS, BlockTable
-from ds_vrgd.kernels.records import AdamState, MomentumState, Source
+from ds_vrgd.kernels.records import Columns, ShardCall, Tensors
 
 WARPS = 8
 # Blocks of a layer that are summed at once.
@@ -24,7 +28,7 @@ CHUNK = 1024
 #: that were multiplied by :data:`GROWTH`.
 SMALL_SQUARES, GROWTH = 2.0**-100, 2.0**64
 
-_COLUMNS = tl.constexpr(COLUMNS)
+_COLUMNS, _FIELDS = tl.constexpr(COLUMNS), tl.constexpr(len(Tensors._fields))
 # The least variance of an element, as in ds_vrgd.gsnr.
 _LEAST = tl.constexpr(torch.finfo(torch.float32).tiny)
 _SMALL, _GROWTH, _SHRINKAGE = tl.constexpr(SMALL_SQUARES), tl.constexpr(GROWTH), tl.constexpr(GROWTH**-2)
@@ -34,20 +38,20 @@ _SMALL, _GROWTH, _SHRINKAGE = tl.constexpr(SMALL_SQUARES), tl.constexpr(GROWTH),
 
 
 @triton.jit
-def raw_ratio(source, offsets, mask):
+def raw_ratio(shard, numbers, offsets, mask):
     """Return the mean over the chunks, m2, and the raw ratio (equations 2 and 7), with 0/0 = 0."""
-    mean = tl.load(source.total + offsets, mask) / source.parts
-    m2 = tl.load(source.m2 + offsets, mask)
+    mean = tl.load(shard.total + offsets, mask) / numbers.parts
+    m2 = tl.load(shard.m2 + offsets, mask)
     square = mean * mean
-    variance = tl.maximum(tl.maximum(m2 / source.k, square * source.gsnr_eps), _LEAST)
+    variance = tl.maximum(tl.maximum(m2 / numbers.k, square * numbers.gsnr_eps), _LEAST)
     return mean, m2, square / variance
 
 
 @triton.jit
-def normalized_ratio(source, offsets, mask, layer):
+def normalized_ratio(shard, numbers, columns, offsets, mask, layer):
     """Return the raw ratio over its mean in the layer (equation 8), with 0/0 = 0."""
-    _, _, raw = raw_ratio(source, offsets, mask)
-    mean = tl.load(source.means + layer).to(tl.float32)
+    _, _, raw = raw_ratio(shard, numbers, offsets, mask)
+    mean = tl.load(columns.means + layer).to(tl.float32)
     return raw / tl.where(mean == 0.0, 1.0, mean)
 
 
@@ -65,36 +69,36 @@ def stochastic_bf16(values, noise):
 
 
 @triton.jit
-def averaged(source, ratio, offsets, mask, noise):
+def averaged(shard, numbers, ratio, offsets, mask, noise):
     """Advance the running mean of the ratio; return it debiased."""
-    if source.earlier is not None:
-        before = ratio * source.earlier
+    if numbers.earlier is not None:
+        before = ratio * numbers.earlier
     else:
-        before = tl.load(source.average + offsets, mask).to(tl.float32)
-    average = before * source.beta3 + ratio * source.rest3
-    if source.average.dtype.element_ty == tl.bfloat16:
-        tl.store(source.average + offsets, stochastic_bf16(average, noise), mask)
+        before = tl.load(shard.average + offsets, mask).to(tl.float32)
+    average = before * numbers.beta3 + ratio * numbers.rest3
+    if shard.average.dtype.element_ty == tl.bfloat16:
+        tl.store(shard.average + offsets, stochastic_bf16(average, noise), mask)
     else:
-        tl.store(source.average + offsets, average, mask)
-    return average * source.debias
+        tl.store(shard.average + offsets, average, mask)
+    return average * numbers.debias
 
 
 @triton.jit
-def gradient_and_ratio(source, offsets, mask, layer, noise):
+def gradient_and_ratio(shard, numbers, columns, offsets, mask, layer, noise):
     """Return the gradient of the base optimizer, and the normalised ratio before it is clamped (1 without GSNR)."""
-    gradient = tl.load((source.total if source.grad is None else source.grad) + offsets, mask)
-    if source.scale is not None:
-        gradient *= tl.load(source.scale)
+    gradient = tl.load((shard.total if shard.grad is None else shard.grad) + offsets, mask)
+    if shard.scale is not None:
+        gradient *= tl.load(shard.scale)
     ratio = tl.full(offsets.shape, 1.0, tl.float32)
-    if source.m2 is not None:
-        ratio = normalized_ratio(source, offsets, mask, layer)
+    if shard.m2 is not None:
+        ratio = normalized_ratio(shard, numbers, columns, offsets, mask, layer)
         # equation 9
-        factor = tl.minimum(tl.maximum(ratio, source.gamma), 1.0)
-        if source.average is not None:
-            factor = averaged(source, factor, offsets, mask, noise)
+        factor = tl.minimum(tl.maximum(ratio, numbers.gamma), 1.0)
+        if shard.average is not None:
+            factor = averaged(shard, numbers, factor, offsets, mask, noise)
         gradient *= factor
-    elif source.average is not None:
-        gradient *= tl.load(source.average + offsets, mask).to(tl.float32) * source.debias
+    elif shard.average is not None:
+        gradient *= tl.load(shard.average + offsets, mask).to(tl.float32) * numbers.debias
     return gradient, ratio
 
 
@@ -123,10 +127,10 @@ def store_squares(out, column, blocks, values, mask):
 
 
 @triton.jit
-def store_clamped(source, out, column, blocks, ratio, mask):
+def store_clamped(shard, numbers, out, column, blocks, ratio, mask):
     """Store the number of a block's elements whose ratio gamma raises, and of those that 1 lowers."""
-    if source.m2 is not None:
-        store_sum(out, column, blocks, (ratio < source.gamma).to(tl.float32), mask)
+    if shard.m2 is not None:
+        store_sum(out, column, blocks, (ratio < numbers.gamma).to(tl.float32), mask)
         store_sum(out, column + 1, blocks, (ratio > 1.0).to(tl.float32), mask)
 
 
@@ -134,147 +138,201 @@ def store_clamped(source, out, column, blocks, ratio, mask):
 
 
 @triton.jit
-def ratio_sums(source, state, offsets, mask, layer, noise, out, blocks):
+def ratio_sums(shard, numbers, rule, columns, offsets, mask, layer, noise, out, blocks):
     """Sum the raw ratio, the squared mean gradient and m2: columns 0 to 2."""
-    mean, m2, raw = raw_ratio(source, offsets, mask)
+    mean, m2, raw = raw_ratio(shard, numbers, offsets, mask)
     store_sum(out, 0, blocks, raw, mask)
     store_sum(out, 1, blocks, mean * mean, mask)
     store_sum(out, 2, blocks, m2, mask)
 
 
 @triton.jit
-def lars_norms(source, state, offsets, mask, layer, noise, out, blocks):
+def lars_norms(shard, numbers, rule, columns, offsets, mask, layer, noise, out, blocks):
     """Sum the squares of the weights and of the gradient with its ratio, and count clamped elements: columns 0 to 3."""
-    gradient, ratio = gradient_and_ratio(source, offsets, mask, layer, noise)
-    values = tl.load(state.weights + offsets, mask)
+    gradient, ratio = gradient_and_ratio(shard, numbers, columns, offsets, mask, layer, noise)
+    values = tl.load(shard.weights + offsets, mask)
     store_sum(out, 0, blocks, values * values, mask)
     store_squares(out, 1, blocks, gradient, mask)
-    store_clamped(source, out, 2, blocks, ratio, mask)
+    store_clamped(shard, numbers, out, 2, blocks, ratio, mask)
 
 
 @triton.jit
-def momentum_step(source, state, offsets, mask, layer, noise, out, blocks):
+def momentum_step(shard, numbers, rule, columns, offsets, mask, layer, noise, out, blocks):
     """Update weights and momentum buffer (SGD, LARS); count clamped elements if there is ``out``: columns 0, 1."""
-    gradient, ratio = gradient_and_ratio(source, offsets, mask, layer, noise)
-    values = tl.load(state.weights + offsets, mask)
-    step = gradient + state.decay * values
-    if state.trust is not None:
-        step *= tl.load(state.trust + layer)
-    if state.buffer is not None:
-        moved = tl.load(state.buffer + offsets, mask) * state.momentum + step
-        tl.store(state.buffer + offsets, moved, mask)
-        if state.lookahead is not None:
-            step += state.lookahead * moved
+    gradient, ratio = gradient_and_ratio(shard, numbers, columns, offsets, mask, layer, noise)
+    values = tl.load(shard.weights + offsets, mask)
+    step = gradient + rule.decay * values
+    if columns.trust is not None:
+        step *= tl.load(columns.trust + layer)
+    if shard.buffer is not None:
+        moved = tl.load(shard.buffer + offsets, mask) * rule.momentum + step
+        tl.store(shard.buffer + offsets, moved, mask)
+        if rule.lookahead is not None:
+            step += rule.lookahead * moved
         else:
             step = moved
-    tl.store(state.weights + offsets, values - state.lr * step, mask)
+    tl.store(shard.weights + offsets, values - rule.lr * step, mask)
     if out is not None:
-        store_clamped(source, out, 0, blocks, ratio, mask)
+        store_clamped(shard, numbers, out, 0, blocks, ratio, mask)
 
 
 @triton.jit
-def advance_moments(state, gradient, offsets, mask):
+def advance_moments(shard, rule, gradient, offsets, mask):
     """Advance both moments of Adam by a gradient, and store them."""
-    mean = tl.load(state.exp_avg + offsets, mask)
-    mean += state.rest1 * (gradient - mean)
-    square = tl.load(state.exp_avg_sq + offsets, mask) * state.beta2 + state.rest2 * gradient * gradient
-    tl.store(state.exp_avg + offsets, mean, mask)
-    tl.store(state.exp_avg_sq + offsets, square, mask)
+    mean = tl.load(shard.exp_avg + offsets, mask)
+    mean += rule.rest1 * (gradient - mean)
+    square = tl.load(shard.exp_avg_sq + offsets, mask) * rule.beta2 + rule.rest2 * gradient * gradient
+    tl.store(shard.exp_avg + offsets, mean, mask)
+    tl.store(shard.exp_avg_sq + offsets, square, mask)
     return mean, square
 
 
 @triton.jit
-def adam_direction(state, mean, square):
+def adam_direction(rule, mean, square):
     """Return the first moment over the root of the second, both debiased."""
-    return mean * state.debias1 / (tl.sqrt_rn(square) * state.debias2 + state.eps)
+    return mean * rule.debias1 / (tl.sqrt_rn(square) * rule.debias2 + rule.eps)
 
 
 @triton.jit
-def adam_step(source, state, offsets, mask, layer, noise, out, blocks):
+def adam_step(shard, numbers, rule, columns, offsets, mask, layer, noise, out, blocks):
     """Update weights, moments and the running mean of the ratio (Adam, AdamW); count clamped elements: columns 0, 1."""
-    gradient, ratio = gradient_and_ratio(source, offsets, mask, layer, noise)
-    weights = tl.load(state.weights + offsets, mask)
-    if state.shrink is not None:
-        weights *= state.shrink
+    gradient, ratio = gradient_and_ratio(shard, numbers, columns, offsets, mask, layer, noise)
+    weights = tl.load(shard.weights + offsets, mask)
+    if rule.shrink is not None:
+        weights *= rule.shrink
     else:
-        gradient += state.decay * weights
-    mean, square = advance_moments(state, gradient, offsets, mask)
-    tl.store(state.weights + offsets, weights - state.lr * adam_direction(state, mean, square), mask)
-    store_clamped(source, out, 0, blocks, ratio, mask)
+        gradient += rule.decay * weights
+    mean, square = advance_moments(shard, rule, gradient, offsets, mask)
+    tl.store(shard.weights + offsets, weights - rule.lr * adam_direction(rule, mean, square), mask)
+    store_clamped(shard, numbers, out, 0, blocks, ratio, mask)
 
 
 @triton.jit
-def lamb_advance(source, state, offsets, mask, layer, noise, out, blocks):
+def lamb_advance(shard, numbers, rule, columns, offsets, mask, layer, noise, out, blocks):
     """Update the moments and the running mean of the ratio; sum squares and count clamped elements: columns 0 to 3.
 
     The squares are those of the weights and of LAMB's update.
     """
-    gradient, ratio = gradient_and_ratio(source, offsets, mask, layer, noise)
-    mean, square = advance_moments(state, gradient, offsets, mask)
-    weights = tl.load(state.weights + offsets, mask)
-    update = adam_direction(state, mean, square) + state.decay * weights
+    gradient, ratio = gradient_and_ratio(shard, numbers, columns, offsets, mask, layer, noise)
+    mean, square = advance_moments(shard, rule, gradient, offsets, mask)
+    weights = tl.load(shard.weights + offsets, mask)
+    update = adam_direction(rule, mean, square) + rule.decay * weights
     store_sum(out, 0, blocks, weights * weights, mask)
     store_sum(out, 1, blocks, update * update, mask)
-    store_clamped(source, out, 2, blocks, ratio, mask)
+    store_clamped(shard, numbers, out, 2, blocks, ratio, mask)
 
 
 @triton.jit
-def lamb_apply(source, state, offsets, mask, layer, noise, out, blocks):
+def lamb_apply(shard, numbers, rule, columns, offsets, mask, layer, noise, out, blocks):
     """Update LAMB's weights, with the moments that :func:`lamb_advance` has left."""
-    rate = tl.load(state.rates + layer)
-    weights = tl.load(state.weights + offsets, mask)
-    mean, square = tl.load(state.exp_avg + offsets, mask), tl.load(state.exp_avg_sq + offsets, mask)
-    update = adam_direction(state, mean, square) + state.decay * weights
-    tl.store(state.weights + offsets, weights - rate * update, mask)
+    rate = tl.load(columns.trust + layer)
+    weights = tl.load(shard.weights + offsets, mask)
+    mean, square = tl.load(shard.exp_avg + offsets, mask), tl.load(shard.exp_avg_sq + offsets, mask)
+    update = adam_direction(rule, mean, square) + rule.decay * weights
+    tl.store(shard.weights + offsets, weights - rate * update, mask)
 
 
 # -- launches ---------------------------------------------------------------------------------------------------------
 
 
+@triton.jit
+def _located(like, address, aligned: tl.constexpr):
+    """Return the pointer that is stored at ``address``, of the type of ``like``."""
+    pointer = tl.load(address).to(like.dtype)
+    if aligned:
+        pointer = tl.multiple_of(pointer, 16)
+    return pointer
+
+
 @triton.jit(do_not_specialize=["seed", "blocks", "first"])
-def _over_block(kernel: tl.constexpr, source, state, seed, rows, partials, blocks, first, block: tl.constexpr):
-    """Run ``kernel`` on this program's block: start in the shard, first and last element, layer, index in the layer."""
-    row = rows + tl.program_id(0).to(tl.int64) * _COLUMNS
+def _over_block(
+    kernel: tl.constexpr, like, addresses, numbers, rule, seed, columns, rows, partials, blocks, first,
+    block: tl.constexpr, aligned: tl.constexpr,
+):  # fmt: skip
+    """Run ``kernel`` on this program's block, a row of :attr:`BlockTable.rows`."""
+    number = first + tl.program_id(0)
+    row = rows + number.to(tl.int64) * _COLUMNS
     start = tl.multiple_of(tl.load(row), block)
     low, high, layer, index = tl.load(row + 1), tl.load(row + 2), tl.load(row + 3), tl.load(row + 4)
+    at = addresses + tl.load(row + 5) * _FIELDS
+    shard = Tensors(
+        _located(like.weights, at + 0, aligned) if like.weights is not None else None,
+        _located(like.grad, at + 1, aligned) if like.grad is not None else None,
+        _located(like.total, at + 2, aligned) if like.total is not None else None,
+        _located(like.m2, at + 3, aligned) if like.m2 is not None else None,
+        _located(like.average, at + 4, aligned) if like.average is not None else None,
+        _located(like.buffer, at + 5, aligned) if like.buffer is not None else None,
+        _located(like.exp_avg, at + 6, aligned) if like.exp_avg is not None else None,
+        _located(like.exp_avg_sq, at + 7, aligned) if like.exp_avg_sq is not None else None,
+        _located(like.scale, at + 8, False) if like.scale is not None else None,
+    )
     inside = tl.arange(0, block)
     noise = (index + inside).to(tl.uint32) ^ seed.to(tl.uint32)
     out = partials
     if partials is not None:
-        out += first + tl.program_id(0)
+        out += number
     # Without a mask the loads are 16 bytes wide, whatever the segments' ends are.
     if high - low == block:
-        kernel(source, state, start + inside, None, layer, noise, out, blocks)
+        kernel(shard, numbers, rule, columns, start + inside, None, layer, noise, out, blocks)
     else:
-        kernel(source, state, start + inside, (inside >= low) & (inside < high), layer, noise, out, blocks)
+        mask = (inside >= low) & (inside < high)
+        kernel(shard, numbers, rule, columns, start + inside, mask, layer, noise, out, blocks)
 
 
-def launch(
-    kernel: Any,
-    table: BlockTable,
-    shard: int,
-    source: Source | None,
-    state: MomentumState | AdamState | None,
-    partials: Tensor | None,
-    seed: int = 0,
-) -> None:
-    """Run one of the kernels above over the blocks of a shard.
+class Launcher:
+    """The shards of a step, for all kernels that run over them.
+
+    A launch covers neighbouring shards that have the same numbers and lack the same tensors: a parameter each, where
+    nobody has put them into one flat tensor, and then a model is a few launches. The kernels find a shard's tensors by
+    their addresses.
 
     Args:
-        kernel: the kernel.
-        table, shard: blocks of all shards, and the index of the shard.
-        source: its gradient; None for :func:`lamb_apply`.
-        state: its weights and state; None for :func:`ratio_sums`.
-        partials: ``(columns, blocks)``; the kernel writes the columns of the shard's blocks. None for no sums.
-        seed: seed of the stochastic rounding, a signed 32-bit number.
+        table: the blocks of the shards.
+        calls: one for each shard.
     """
-    rows = table.rows[shard]
-    if len(rows):
-        with torch.cuda.device_of(rows):
-            _over_block[len(rows),](
-                kernel, source, state, seed, rows, partials, table.blocks, table.firsts[shard],
-                block=BLOCK, num_warps=WARPS,
-            )  # fmt: skip
+
+    def __init__(self, table: BlockTable, calls: Sequence[ShardCall]) -> None:
+        self._table = table
+        addresses: list[list[int]] = []
+        self._runs: list[tuple[slice, bool, ShardCall]] = []
+        last: Any = None
+        for call, (first, end) in zip(calls, itertools.pairwise(table.bounds), strict=True):
+            tensors, *numbers = call
+            own = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
+            addresses.append(own)
+            if first == end:
+                continue
+            aligned = functools.reduce(operator.or_, own[:-1]) % 16 == 0  # a scale is read alone, and may lie anywhere
+            kind = [aligned, numbers, [None if tensor is None else tensor.dtype for tensor in tensors]]
+            if kind == last:
+                first = self._runs.pop()[0].start
+            last = kind
+            self._runs.append((slice(first, end), aligned, call))
+        # From pinned memory, for which the host does not wait.
+        host = torch.tensor(addresses, dtype=torch.long)
+        device = table.spans.device
+        self._addresses = host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
+
+    def launch(self, kernel: Any, columns: Columns, partials: Tensor | None) -> None:
+        """Run one of the kernels above over all blocks.
+
+        Args:
+            kernel: the kernel.
+            columns: what it needs of the passes before it.
+            partials: ``(columns, blocks)``, which the kernel writes; None for no sums.
+        """
+        with torch.cuda.device_of(self._addresses):
+            for run, aligned, (like, numbers, rule, seed) in self._runs:
+                _over_block[run.stop - run.start,](
+                    kernel, like, self._addresses, numbers, rule, seed, columns, self._table.rows, partials,
+                    self._table.blocks, run.start, block=BLOCK, aligned=aligned, num_warps=WARPS,
+                )  # fmt: skip
+
+    def sums(self, kernel: Any, columns: Columns, count: int) -> Tensor:
+        """Run a kernel and return the ``count`` sums that it makes of each layer, ``(count, layers)`` fp64."""
+        partials = empty_partials(self._table, count)
+        self.launch(kernel, columns, partials)
+        return sum_blocks(self._table, partials)
 
 
 @triton.jit(do_not_specialize=["blocks", "layers"])

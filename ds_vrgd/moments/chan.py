@@ -8,8 +8,7 @@ variances" (1979), equation 2.1.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,8 +16,7 @@ from torch import Tensor
 from ds_vrgd import kernels
 
 
-@dataclass(frozen=True)
-class Moments:
+class Moments(NamedTuple):
     """The moments of the chunks of a window, element by element.
 
     Attributes:
@@ -106,7 +104,9 @@ def merge_zeros_(total: Tensor, m2: Tensor, parts: int, zeros: int, chunks: int 
         m2.addcmul_(mean, mean, value=chunks * parts * zeros / (parts + zeros))
 
 
-def merge_chunks_(received: Tensor, total: Tensor, m2: Tensor, parts: int) -> None:
+def merge_chunks_(
+    received: Tensor, total: Tensor, m2: Tensor, parts: int, out: Tensor | None = None, divisor: float = 1.0
+) -> None:
     """Merge a micro-batch of k chunks into the moments of ``parts`` micro-batches of k chunks each, in place.
 
     Args:
@@ -115,13 +115,17 @@ def merge_chunks_(received: Tensor, total: Tensor, m2: Tensor, parts: int) -> No
         m2: ``(n,)``, centred sum of squares over all ``parts * k`` chunks so far; same dtype.
         parts: micro-batches merged so far. 0 overwrites ``total`` and ``m2`` without reading them, as in
             :func:`merge_chunk_of_each_`.
+        out: ``(n,)``, overwritten with the sum of the k chunks over ``divisor``; of ``total``'s dtype.
+        divisor: number of chunks for their mean.
     """
     if kernels.usable(total, m2) and received.stride(1) == 1:
         from ds_vrgd.kernels.merge import merge_chunks
 
-        merge_chunks(received, total, m2, parts)
+        merge_chunks(received, total, m2, parts, out, divisor)
         return
     mean, squares = moments_of(received)
+    if out is not None:
+        torch.mul(mean, len(received) / divisor, out=out)
     if parts == 0:
         total.copy_(mean)
         m2.copy_(squares)

@@ -24,12 +24,11 @@ def is_dtensor(tensor: Tensor) -> bool:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """Return this rank's part of a DTensor, in the same memory, outside the graph; any other tensor as it is."""
-    if not is_dtensor(tensor):
-        return tensor
-    with torch.no_grad():
-        part: Tensor = tensor.to_local()  # type: ignore[attr-defined]
-        return part
+    """Return this rank's part of a DTensor, in the same memory, outside the graph; any other tensor as it is.
+
+    ``to_local()`` takes ten times as long, and a step asks for a part some six times a parameter.
+    """
+    return tensor._local_tensor if is_dtensor(tensor) else tensor  # type: ignore[attr-defined, no-any-return]
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 
 import torch
@@ -26,42 +27,46 @@ class ChunkNorms:
             micro_batch: its number in the window, from 0.
             gradients: (parameter, gradient), in the order in which a report names them.
         """
-        alike: dict[tuple[torch.device, torch.dtype], list[tuple[Tensor, Tensor]]] = {}
+        alike: dict[tuple[torch.device, torch.dtype], tuple[list[Tensor], list[Tensor]]] = {}
         for param, grad in gradients:
-            alike.setdefault((grad.device, grad.dtype), []).append((param, grad))
-        for (_, dtype), pairs in alike.items():
+            params, grads = alike.setdefault((grad.device, grad.dtype), ([], []))
+            params.append(param)
+            grads.append(grad)
+        for (_, dtype), (params, grads) in alike.items():
             wide = torch.promote_types(dtype, torch.float32)
-            norms = torch._foreach_norm([grad for _, grad in pairs], 2, dtype=wide)
-            self._noted.append((micro_batch, [param for param, _ in pairs], torch.stack(norms)))
+            if len(grads) == 1:
+                norms = torch.linalg.vector_norm(grads[0], dtype=wide).view(1)
+            else:
+                norms = torch.stack(torch._foreach_norm(grads, 2, dtype=wide))
+            self._noted.append((micro_batch, params, norms))
 
     def forget(self, param: Tensor) -> None:
         """Forget the norms of one parameter so far: its gradient was thrown away unused."""
         if self._noted:
             self._forgotten[param] = len(self._noted)
 
-    def _bad(self) -> list[Tensor]:
-        """Return for every note, ``(n,)``, which of its norms are not finite and not forgotten."""
-        bad = []
-        for index, (_, params, norms) in enumerate(self._noted):
-            found = torch.isfinite(norms).logical_not_()
-            if self._forgotten:
-                kept = [self._forgotten.get(param, 0) <= index for param in params]
-                found &= torch.tensor(kept, device=found.device)
-            bad.append(found)
-        return bad
+    def _kept(self, index: int) -> list[int]:
+        """Return which norms of a note are not forgotten."""
+        params = self._noted[index][1]
+        return [place for place, param in enumerate(params) if self._forgotten.get(param, 0) <= index]
 
     def any_bad(self, device: torch.device) -> Tensor:
         """Return whether any gradient of this rank is not finite: a bool scalar on ``device``."""
-        parts = [found.any().to(device) for found in self._bad()]
-        return torch.stack(parts).any() if parts else torch.zeros((), dtype=torch.bool, device=device)
+        kept = []
+        for index, (_, params, norms) in enumerate(self._noted):
+            places = self._kept(index) if self._forgotten else range(len(params))
+            kept.append((norms if len(places) == len(params) else norms[places]).to(device, torch.float64))
+        return torch.isfinite(torch.cat(kept)).all().logical_not_() if kept else torch.zeros((), device=device) > 0
 
     def bad(self) -> list[tuple[Tensor, int, str]]:
         """Return (parameter, micro-batch, "NaN" or "inf") of each gradient that is not finite, once; waits for them."""
         found: dict[tuple[Tensor, int], str] = {}
-        for (micro_batch, params, norms), bad in zip(self._noted, self._bad(), strict=True):
-            for param, norm, is_bad in zip(params, norms.tolist(), bad.tolist(), strict=True):
-                if is_bad and found.get((param, micro_batch)) != "NaN":
-                    found[param, micro_batch] = "NaN" if norm != norm else "inf"
+        for index, (micro_batch, params, norms) in enumerate(self._noted):
+            values = norms.tolist()
+            for place in self._kept(index):
+                what = params[place], micro_batch
+                if not math.isfinite(values[place]) and found.get(what) != "NaN":
+                    found[what] = "NaN" if math.isnan(values[place]) else "inf"
         return [(param, micro_batch, kind) for (param, micro_batch), kind in found.items()]
 
     def clear(self) -> None:

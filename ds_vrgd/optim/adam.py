@@ -11,11 +11,11 @@ from torch import Tensor
 from torch.optim.adam import adam as torch_adam
 from torch.optim.optimizer import ParamsT
 
-from ds_vrgd.kernels.records import AdamState
+from ds_vrgd.kernels.records import AdamNumbers
 from ds_vrgd.optim.observer import Shard, by_group
 from ds_vrgd.optim.optimizer import VROptimizer
 from ds_vrgd.optim.options import documented, passed
-from ds_vrgd.optim.passes import KernelCall, Piece
+from ds_vrgd.optim.passes import Piece
 
 
 def adam(
@@ -69,16 +69,13 @@ def in_one_pass(*tensors: Tensor) -> bool:
     return all(t.device.type == "cpu" and t.dtype == torch.float32 and t.is_contiguous() for t in tensors)
 
 
-def adam_state(shard: Shard) -> AdamState:
-    """Return what the kernels of Adam and LAMB read of a shard, for the step that its state has been counted up to."""
-    group, state = shard.group, shard.state
+def adam_numbers(group: dict[str, Any], step: int) -> AdamNumbers:
+    """Return what the kernels of Adam and LAMB need of a param group in its step number ``step``."""
     beta1, beta2 = group["betas"]
-    steps = int(state["step"])
     debias = group.get("bias_correction", True)
-    return AdamState(
-        shard.tensor, state["exp_avg"], state["exp_avg_sq"], float(group["eps"]), float(group["weight_decay"]),
-        1.0 - beta1, beta2, 1.0 - beta2,
-        1.0 / (1.0 - beta1**steps) if debias else 1.0, (1.0 - beta2**steps) ** -0.5 if debias else 1.0,
+    return AdamNumbers(
+        float(group["eps"]), float(group["weight_decay"]), 1.0 - beta1, beta2, 1.0 - beta2,
+        1.0 / (1.0 - beta1**step) if debias else 1.0, (1.0 - beta2**step) ** -0.5 if debias else 1.0,
     )  # fmt: skip
 
 
@@ -93,6 +90,7 @@ class VRAdam(VROptimizer):
 
     counts_steps = True
     averages_ratio = True
+    kernels = ("adam_step",)
     decoupled_decay: ClassVar[bool] = False
 
     def __init__(
@@ -123,10 +121,10 @@ class VRAdam(VROptimizer):
         step, lr = float(piece.shard.state["step"]), float(group["lr"])
         adam(piece.weights, piece.gradient(), *moments, step, lr=lr, decoupled=self.decoupled_decay, **arguments)
 
-    def _updating_kernel(self, shard: Shard, trust: Tensor | None) -> KernelCall:
-        lr = float(shard.group["lr"])
-        shrink = 1.0 - lr * shard.group["weight_decay"] if self.decoupled_decay else None
-        return KernelCall("adam_step", adam_state(shard)._replace(lr=lr, shrink=shrink))
+    def _numbers(self, group: dict[str, Any], step: int) -> AdamNumbers:
+        lr = float(group["lr"])
+        shrink = 1.0 - lr * group["weight_decay"] if self.decoupled_decay else None
+        return adam_numbers(group, step)._replace(lr=lr, shrink=shrink)
 
     def _update_as_torch(self, shards: Sequence[Shard]) -> None:
         for members in by_group(shards):

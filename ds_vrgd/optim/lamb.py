@@ -13,11 +13,12 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from ds_vrgd.optim.adam import adam, adam_state
+from ds_vrgd.kernels.records import AdamNumbers
+from ds_vrgd.optim.adam import adam, adam_numbers
 from ds_vrgd.optim.observer import Shard
 from ds_vrgd.optim.optimizer import VROptimizer
 from ds_vrgd.optim.options import documented, passed
-from ds_vrgd.optim.passes import KernelCall, Piece
+from ds_vrgd.optim.passes import Piece
 from ds_vrgd.optim.trust import trust_ratio
 
 
@@ -100,6 +101,7 @@ class VRLAMB(VROptimizer):
     counts_steps = True
     averages_ratio = True
     sums_layers = True
+    kernels = ("lamb_advance", "lamb_apply")
 
     def __init__(
         self,
@@ -140,11 +142,8 @@ class VRLAMB(VROptimizer):
         moments, out = (piece.state("exp_avg"), piece.state("exp_avg_sq")), piece.scratch[1]
         lamb_step(piece.weights, *moments, _debiasing_step(piece.shard), trust, piece.shard.group, out)
 
-    def _measuring_kernel(self, shard: Shard) -> KernelCall:
-        return KernelCall("lamb_advance", adam_state(shard))
-
-    def _updating_kernel(self, shard: Shard, trust: Tensor | None) -> KernelCall:
-        return KernelCall("lamb_apply", adam_state(shard)._replace(rates=trust), reads_gradient=False)
+    def _numbers(self, group: dict[str, Any], step: int) -> AdamNumbers:
+        return adam_numbers(group, step)
 
     def _prescale(self, shards: Sequence[Shard]) -> None:
         """Divide by the gradient's norm over the whole model, where the group says so."""

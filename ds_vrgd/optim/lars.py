@@ -10,11 +10,11 @@ from typing import Any, Literal
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from ds_vrgd.optim.observer import Shard
+from ds_vrgd.kernels.records import MomentumNumbers
 from ds_vrgd.optim.optimizer import VROptimizer
 from ds_vrgd.optim.options import documented, passed
-from ds_vrgd.optim.passes import KernelCall, Piece
-from ds_vrgd.optim.sgd import momentum_state, sgd_of_piece
+from ds_vrgd.optim.passes import Piece
+from ds_vrgd.optim.sgd import momentum_numbers, sgd_of_piece
 from ds_vrgd.optim.trust import trust_ratio
 
 
@@ -47,6 +47,7 @@ class VRLARS(VROptimizer):
     """
 
     sums_layers = True
+    kernels = ("lars_norms", "momentum_step")
 
     def __init__(
         self,
@@ -81,11 +82,8 @@ class VRLARS(VROptimizer):
     def _update_piece(self, piece: Piece, trust: Tensor | float | None) -> None:
         sgd_of_piece(piece, piece.state("momentum_buffer"), trust)
 
-    def _measuring_kernel(self, shard: Shard) -> KernelCall:
-        return KernelCall("lars_norms", momentum_state(shard))
-
-    def _updating_kernel(self, shard: Shard, trust: Tensor | None) -> KernelCall:
-        return KernelCall("momentum_step", momentum_state(shard, trust))
+    def _numbers(self, group: dict[str, Any], step: int) -> MomentumNumbers:
+        return momentum_numbers(group)
 
 
 @documented

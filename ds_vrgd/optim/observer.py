@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -139,6 +139,7 @@ class Shard:
         grad: the gradient that the base optimizer takes, in the same shape: ``ghat`` after GSNR.
         state: its optimizer state.
         scale: a scalar that ``grad`` is still to be multiplied by; None for 1.
+        layout: what the tensor holds; known in ``step()``.
         whole: the DTensor that ``tensor`` is this rank's part of, and its own state; None for any other tensor.
     """
 
@@ -147,6 +148,7 @@ class Shard:
     grad: Tensor
     state: dict[str, Any]
     scale: Tensor | None = None
+    layout: ShardLayout = field(init=False)
     whole: tuple[Tensor, dict[str, Any]] | None = None
 
     @property
@@ -189,13 +191,12 @@ class Shard:
         """Return whether the running mean has a ratio in it."""
         return AVERAGE in self.state and self.ratios > 0
 
-    def count(self, *, brings_ratio: bool) -> None:
-        """Count a step, and its ratio if it brings one; with gamma=1 there is none to count."""
-        if brings_ratio and RATIOS in self.state:
+    def count_ratio(self, *, brings: bool) -> None:
+        """Count the ratio of a step before the step is counted; with gamma=1 there is none to count."""
+        if brings and RATIOS in self.state:
             self.keep(RATIOS, self.state[RATIOS] + 1)
-        elif not brings_ratio and self.group["gamma"] < 1.0:
+        elif not brings and self.group["gamma"] < 1.0:
             self.keep(RATIOS, self.ratios)
-        self.state["step"] += 1
 
     def begin_average(self) -> bool:
         """Create the running mean of the ratio if there is none, uninitialised; return whether there was none."""

@@ -230,7 +230,7 @@ class VROptimizer(Rule, torch.optim.Optimizer):
         if self.counts_steps and "step" not in shard.state:
             shard.keep("step", torch.tensor(0.0))
         keys = self.state_keys(shard.group)
-        if self.averages_ratio and shard.group["gamma"] < 1.0 and shard.state["step"] == 0:
+        if self.averages_ratio and AVERAGE not in shard.state and shard.group["gamma"] < 1.0 and not shard.state["step"]:
             keys = (*keys, AVERAGE)
         for key in keys:
             if key not in shard.state:
@@ -278,6 +278,8 @@ class VROptimizer(Rule, torch.optim.Optimizer):
 
     def _step(self, shards: Sequence[Shard]) -> None:
         """Update ``shards``: measure, scale the gradients by the ratio, and do the base optimizer's step."""
+        for shard in shards:
+            shard.layout = self.observer.layout(shard.param)
         reduced = [shard for shard in shards if shard.group["gamma"] < 1.0]
         plain = [shard for shard in shards if shard.group["gamma"] == 1.0]
         self._k = self._chunks(reduced) if reduced else 0
@@ -288,7 +290,7 @@ class VROptimizer(Rule, torch.optim.Optimizer):
             gradient, shard.scale = self.observer.gradient(shard.param, of_shard)
             shard.grad = gradient.view_as(shard.tensor)
         self._prescale(shards)
-        single = {id(shard) for shard in reduced if self._k // self.observer.layout(shard.param).share < 2}
+        single = {id(shard) for shard in reduced if self._k // shard.layout.share < 2}
         if single:
             self._update_by_known_ratio([shard for shard in reduced if id(shard) in single])
         if measured := [pair for pair in pairs if id(pair[0]) not in single]:
@@ -318,7 +320,8 @@ class VROptimizer(Rule, torch.optim.Optimizer):
         table = self.table(shards)
         if self.counts_steps:
             for shard in shards:
-                shard.count(brings_ratio=bool(moments))
+                shard.count_ratio(brings=bool(moments))
+            torch._foreach_add_([shard.state["step"] for shard in shards], torch.tensor(1.0))
         passes = passes_over(self, shards, table, moments, self._k)
         if moments:
             passes.normalize(self._sum_statistics(table, *passes.ratio_sums()))
@@ -365,7 +368,7 @@ class VROptimizer(Rule, torch.optim.Optimizer):
     def _chunks(self, shards: Sequence[Shard]) -> int:
         """Return the k of this window, checked also for layers of which several micro-batches make one chunk."""
         in_all, window, name = self.observer.finish(), self.observer.window, type(self).__name__
-        k = in_all // max(self.observer.layout(shard.param).share for shard in shards)
+        k = in_all // max(shard.layout.share for shard in shards)
         self._had_ratio = self._had_ratio or k > 1
         if in_all and not self._announced:
             self._announced = True
@@ -399,7 +402,7 @@ class VROptimizer(Rule, torch.optim.Optimizer):
 
     def table(self, shards: Sequence[Shard]) -> LayerTable:
         """Return the layers of ``shards``, in one table."""
-        layouts = [self.observer.layout(shard.param) for shard in shards]
+        layouts = [shard.layout for shard in shards]
         key = tuple(id(layout) for layout in layouts)
         if key not in self._tables:
             if len(self._tables) >= MOST_TABLES:

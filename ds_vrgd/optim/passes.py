@@ -6,9 +6,9 @@ small that it stays in the cache through all operations of its rule, which makes
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -16,9 +16,9 @@ from torch import Tensor
 
 from ds_vrgd import gsnr, kernels
 from ds_vrgd.kernels.blocks import BlockTable
-from ds_vrgd.kernels.records import AdamState, MomentumState, Source
+from ds_vrgd.kernels.records import AdamNumbers, Columns, MomentumNumbers, RatioNumbers, ShardCall, Tensors
 from ds_vrgd.moments import LayerTable, Moments
-from ds_vrgd.optim.observer import AVERAGE, Shard
+from ds_vrgd.optim.observer import AVERAGE, RATIOS, Shard
 
 #: Elements of a piece for each thread of a CPU: the tensors of an Adam step have 10 MB then, which the last cache
 #: holds. Smaller pieces are slower, as torch needs about 2 us to begin each of some 25 operations.
@@ -32,14 +32,6 @@ _blocks: WeakKeyDictionary[LayerTable, BlockTable] = WeakKeyDictionary()
 
 #: The column of a layer, and the scalars of one of its pieces: numbers on a CPU, tensors elsewhere.
 _Scalars = tuple[int, list[Any]]
-
-
-class KernelCall(NamedTuple):
-    """One of the kernels in :mod:`ds_vrgd.kernels.update`: its name, its state, and whether it reads the gradient."""
-
-    name: str
-    state: AdamState | MomentumState | None
-    reads_gradient: bool = True
 
 
 class Rule:
@@ -57,6 +49,8 @@ class Rule:
     averages_ratio: ClassVar[bool] = False
     #: Whether the rule sums over whole layers; if not, its step where gamma is 1 is torch's own.
     sums_layers: ClassVar[bool] = False
+    #: The kernels of the passes, in :mod:`ds_vrgd.kernels.update`.
+    kernels: ClassVar[tuple[str, ...]]
     #: As in ``torch.optim.Optimizer``.
     param_groups: list[dict[str, Any]]
     defaults: dict[str, Any]
@@ -77,12 +71,8 @@ class Rule:
         """Update a piece, given the scalar that scales its update."""
         raise NotImplementedError
 
-    def _measuring_kernel(self, shard: Shard) -> KernelCall:
-        """Return the kernel of the first pass, and its arguments."""
-        raise NotImplementedError
-
-    def _updating_kernel(self, shard: Shard, trust: Tensor | None) -> KernelCall:
-        """Return the kernel of the last pass, and its arguments, given ``(layers,)`` fp32 that scale the updates."""
+    def _numbers(self, group: dict[str, Any], step: int) -> AdamNumbers | MomentumNumbers:
+        """Return the numbers of a step that the kernels need; ``step`` counts from 1, where the rule counts."""
         raise NotImplementedError
 
     def _update_as_torch(self, shards: Sequence[Shard]) -> None:
@@ -285,66 +275,66 @@ class KernelPasses(Passes):
 
     def __post_init__(self) -> None:
         """Cut the shards into blocks, and gather what the kernels read."""
+        from ds_vrgd.kernels import update
+
         super().__post_init__()
         if self.table not in _blocks:
             _blocks[self.table] = BlockTable(self.table.segments, len(self.table.names), self.table.numels.device)
-        self._blocks = _blocks[self.table]
-        self._sources = [self._source(index, shard) for index, shard in enumerate(self.shards)]
+        self._columns, self._kernels = Columns(), update
+        self._known: dict[Any, tuple[RatioNumbers, AdamNumbers | MomentumNumbers, int]] = {}
+        self._launcher = update.Launcher(_blocks[self.table], [*map(self._call, range(len(self.shards)), self.shards)])
 
-    def _source(self, index: int, shard: Shard) -> Source:
-        """Return the arguments of the kernels for a shard, except for the layers' means."""
-        group = shard.group
-        if self._holds[index]:
-            debias = 1.0 / (1.0 - group["beta3"] ** shard.ratios)
-            return Source(shard.grad, shard.scale, average=shard.state[AVERAGE], debias=debias)
-        if not self.moments:
-            return Source(shard.grad, shard.scale)
-        moments, beta3, ratios = self.moments[index], group.get("beta3", 0.0), shard.ratios if self._averages else 1
-        return Source(
-            None if shard.grad.data_ptr() == moments.total.data_ptr() else shard.grad, shard.scale, moments.total,
-            moments.m2, average=shard.state[AVERAGE] if self._averages else None, k=float(self.chunks_of(index)),
-            parts=float(moments.parts), gsnr_eps=float(group["gsnr_eps"]), gamma=group["gamma"], beta3=float(beta3),
-            rest3=1.0 - beta3, debias=1.0 / (1.0 - beta3**ratios),
-            earlier=1.0 - beta3 ** (ratios - 1) if self._begins[index] else None,
+    def _call(self, index: int, shard: Shard) -> ShardCall:
+        """Return what the kernels need of a shard."""
+        state, total, m2, chunks, parts = shard.state, None, None, 0, 1
+        step = int(state["step"]) if self.rule.counts_steps else 0
+        ratios = int(state.get(RATIOS, step)) if self._averages or self._holds[index] else 0
+        if self.moments:
+            (total, m2, parts), chunks = self.moments[index], self.chunks_of(index)
+        same = total is not None and total.data_ptr() == shard.grad.data_ptr()
+        tensors = Tensors(
+            shard.tensor, None if same else shard.grad, total, m2, state[AVERAGE] if ratios else None,
+            state.get("momentum_buffer"), state.get("exp_avg"), state.get("exp_avg_sq"), shard.scale,
         )  # fmt: skip
+        key = id(shard.group), step, ratios, chunks, parts, self._begins[index]
+        if key not in self._known:
+            self._known[key] = self._numbers(shard.group, *key[1:])
+        return ShardCall(tensors, *self._known[key])
+
+    def _numbers(
+        self, group: dict[str, Any], step: int, ratios: int, chunks: int, parts: int, begins: bool
+    ) -> tuple[RatioNumbers, AdamNumbers | MomentumNumbers, int]:
+        """Return the numbers of a shard; ``ratios`` is 0 where no averaged ratio scales its gradient."""
+        beta3 = group["beta3"] if ratios else 0.0
+        ratio = RatioNumbers(
+            float(chunks), float(parts), float(group["gsnr_eps"]), group["gamma"], beta3, 1.0 - beta3,
+            1.0 / (1.0 - beta3**ratios) if ratios else 1.0, 1.0 - beta3 ** (ratios - 1) if begins else None,
+        )  # fmt: skip
+        return ratio, self.rule._numbers(group, step), gsnr.rounding_seed(ratios) if ratios else 0
 
     def ratio_sums(self) -> list[Tensor]:
         """Return the sums of :meth:`TorchPasses.ratio_sums`."""
-        return self._sums(3, lambda shard: KernelCall("ratio_sums", None))
+        return self._sums("ratio_sums", 3)
 
     def normalize(self, means: Tensor) -> None:
         """Set the divisors of :meth:`TorchPasses.normalize`."""
-        self._sources = [source._replace(means=means) for source in self._sources]
+        self._columns = Columns(means)
 
     def measure(self) -> list[Tensor]:
         """Do the first pass, :meth:`TorchPasses.measure`."""
-        weights, others, *self.counts = self._sums(4 if self.moments else 2, self.rule._measuring_kernel)
+        weights, others, *self.counts = self._sums(self.rule.kernels[0], 4 if self.moments else 2)
         return [weights, others]
 
     def update(self, trust: Tensor | None) -> None:
         """Do the last pass, :meth:`TorchPasses.update`."""
-        scales = None if trust is None else trust.float()
         if trust is None and self.moments:
-            self.counts = self._sums(2, lambda shard: self.rule._updating_kernel(shard, None))
+            self.counts = self._sums(self.rule.kernels[-1], 2)
         else:
-            self._launch(lambda shard: self.rule._updating_kernel(shard, scales), None)
+            columns = self._columns._replace(trust=None if trust is None else trust.float())
+            self._launcher.launch(getattr(self._kernels, self.rule.kernels[-1]), columns, None)
 
-    def _sums(self, columns: int, call: Callable[[Shard], KernelCall]) -> list[Tensor]:
-        from ds_vrgd.kernels import update
-
-        partials = update.empty_partials(self._blocks, columns)
-        self._launch(call, partials)
-        return list(update.sum_blocks(self._blocks, partials))
-
-    def _launch(self, call: Callable[[Shard], KernelCall], partials: Tensor | None) -> None:
-        from ds_vrgd.kernels import update
-
-        for index, (shard, source) in enumerate(zip(self.shards, self._sources, strict=True)):
-            name, state, reads_gradient = call(shard)
-            read = source if reads_gradient else None
-            rounds = read is not None and read.average is not None
-            seed = gsnr.rounding_seed(shard.ratios) if rounds else 0
-            update.launch(getattr(update, name), self._blocks, index, read, state, partials, seed)
+    def _sums(self, kernel: str, count: int) -> list[Tensor]:
+        return list(self._launcher.sums(getattr(self._kernels, kernel), self._columns, count))
 
 
 def passes_over(

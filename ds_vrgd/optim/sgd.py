@@ -10,11 +10,11 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 from torch.optim.sgd import sgd as torch_sgd
 
-from ds_vrgd.kernels.records import MomentumState
+from ds_vrgd.kernels.records import MomentumNumbers
 from ds_vrgd.optim.observer import Shard, by_group
 from ds_vrgd.optim.optimizer import VROptimizer
 from ds_vrgd.optim.options import documented, passed
-from ds_vrgd.optim.passes import KernelCall, Piece
+from ds_vrgd.optim.passes import Piece
 
 
 def sgd(
@@ -59,13 +59,10 @@ def sgd_of_piece(piece: Piece, buffer: Tensor | None, trust: Tensor | float | No
     sgd(piece.weights, piece.gradient(), buffer, trust=trust, out=piece.scratch[1], **arguments)
 
 
-def momentum_state(shard: Shard, trust: Tensor | None = None) -> MomentumState:
-    """Return what the kernels of SGD and LARS read of a shard, given ``(layers,)`` trust ratios."""
-    group, momentum = shard.group, float(shard.group["momentum"])
-    return MomentumState(
-        shard.tensor, shard.state.get("momentum_buffer"), trust, float(group["lr"]), float(group["weight_decay"]),
-        momentum, momentum if group["nesterov"] else None,
-    )  # fmt: skip
+def momentum_numbers(group: dict[str, Any]) -> MomentumNumbers:
+    """Return what the kernels of SGD and LARS need of a param group."""
+    momentum, nesterov = float(group["momentum"]), group["nesterov"]
+    return MomentumNumbers(float(group["lr"]), float(group["weight_decay"]), momentum, momentum if nesterov else None)
 
 
 @documented
@@ -77,6 +74,8 @@ class VRSGD(VROptimizer):
 
     Source: the VRGD paper, algorithm 1.
     """
+
+    kernels = ("momentum_step",)
 
     def __init__(
         self,
@@ -108,8 +107,8 @@ class VRSGD(VROptimizer):
     def _update_piece(self, piece: Piece, trust: Tensor | float | None) -> None:
         sgd_of_piece(piece, piece.state("momentum_buffer") if piece.shard.group["momentum"] else None)
 
-    def _updating_kernel(self, shard: Shard, trust: Tensor | None) -> KernelCall:
-        return KernelCall("momentum_step", momentum_state(shard))
+    def _numbers(self, group: dict[str, Any], step: int) -> MomentumNumbers:
+        return momentum_numbers(group)
 
     def _update_as_torch(self, shards: Sequence[Shard]) -> None:
         for members in by_group(shards):

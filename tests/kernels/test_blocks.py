@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from torch import Tensor
 
 from ds_vrgd.kernels.blocks import BLOCK, BlockTable
-from ds_vrgd.kernels.records import MomentumState, Source
-from ds_vrgd.kernels.update import empty_partials, lars_norms, launch, ratio_sums, sum_blocks
+from ds_vrgd.kernels.records import Columns, RatioNumbers, ShardCall, Tensors
+from ds_vrgd.kernels.update import Launcher, empty_partials, lars_norms, ratio_sums, sum_blocks
 
 Segment = tuple[int, int, int, int]
 # Two shards: unaligned runs that meet, gaps, a run of one element, one of a whole block, layers (4 and 6) in neither.
@@ -22,9 +24,11 @@ LAYERS = 7
 
 def test_every_element_is_in_one_block() -> None:
     table = BlockTable(SHARDS, LAYERS, torch.device("cpu"))
-    for segments, rows, numel in zip(SHARDS, table.rows, NUMELS, strict=True):
+    rows_of = [table.rows[first:end].tolist() for first, end in itertools.pairwise(table.bounds)]
+    for shard, (segments, rows, numel) in enumerate(zip(SHARDS, rows_of, NUMELS, strict=True)):
         layers, places = torch.full((numel,), -1), torch.full((numel,), -1)
-        for start, low, high, layer, index in rows.tolist():
+        for start, low, high, layer, index, of_shard in rows:
+            assert of_shard == shard
             assert start % BLOCK == 0
             assert 0 <= low < high <= BLOCK
             run = slice(start + low, start + high)
@@ -39,9 +43,9 @@ def test_every_element_is_in_one_block() -> None:
 
 def test_a_layers_blocks_are_neighbours() -> None:
     table = BlockTable(SHARDS, LAYERS, torch.device("cpu"))
-    rows = torch.cat(table.rows)
+    rows = table.rows
+    assert [0, table.blocks] == [table.bounds[0], table.bounds[-1]]
     assert table.blocks == len(rows)
-    assert table.firsts == [0, len(table.rows[0])]
     for layer, (first, count) in enumerate(table.spans.tolist()):
         assert (rows[:, 3] == layer).nonzero().flatten().tolist() == list(range(first, first + count))
     assert table.spans[4].tolist()[1] == table.spans[6].tolist()[1] == 0
@@ -49,9 +53,9 @@ def test_a_layers_blocks_are_neighbours() -> None:
 
 def test_no_segments_at_all(device: torch.device) -> None:
     table = BlockTable([[]], 2, device)
-    partials = empty_partials(table, 3)
-    launch(ratio_sums, table, 0, Source(None), None, partials)
-    assert sum_blocks(table, partials).tolist() == [[0.0, 0.0]] * 3
+    empty = torch.empty(0, device=device)
+    launcher = Launcher(table, [ShardCall(Tensors(total=empty, m2=empty))])
+    assert launcher.sums(ratio_sums, Columns(), 3).tolist() == [[0.0, 0.0]] * 3
 
 
 def shard_of(segments: list[Segment], numel: int, seed: int, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -79,14 +83,11 @@ def test_ratio_sums(parts: int, device: torch.device) -> None:
         for seed, (segments, numel) in enumerate(zip(SHARDS, NUMELS, strict=True))
     ]
 
-    def sums() -> Tensor:
-        partials = empty_partials(table, 3).fill_(torch.nan)
-        for index, (total, m2) in enumerate(shards):
-            source = Source(None, None, total, m2, k=float(k), parts=float(parts), gsnr_eps=eps)
-            launch(ratio_sums, table, index, source, None, partials)
-        return sum_blocks(table, partials)
-
-    found = sums()
+    numbers = RatioNumbers(float(k), float(parts), eps)
+    launcher = Launcher(table, [ShardCall(Tensors(total=total, m2=m2), numbers) for total, m2 in shards])
+    partials = empty_partials(table, 3).fill_(torch.nan)
+    launcher.launch(ratio_sums, Columns(), partials)
+    found = sum_blocks(table, partials)
     expected = torch.zeros(3, LAYERS, dtype=torch.float64)
     for segments, (total, m2) in zip(SHARDS, shards, strict=True):
         for start, count, layer, _ in segments:
@@ -95,22 +96,22 @@ def test_ratio_sums(parts: int, device: torch.device) -> None:
             ratio = mean.square() / torch.maximum(squares / k, eps * mean.square()).clamp(min=2.0**-126)
             expected[:, layer] = torch.stack([ratio.sum(), mean.square().sum(), squares.sum()])
     torch.testing.assert_close(found.cpu(), expected, rtol=1e-5, atol=0)
-    assert torch.equal(found, sums()), "two calls differ"
+    assert torch.equal(found, launcher.sums(ratio_sums, Columns(), 3)), "two calls differ"
 
 
 def test_norms_whose_squares_leave_the_range_of_fp32(device: torch.device) -> None:
     """Squared norms by LARS' kernel, of gradients between 1 and 1e-38."""
     table = BlockTable(SHARDS, LAYERS, device)
-    partials, expected = empty_partials(table, 2), torch.zeros(LAYERS, dtype=torch.float64)
+    calls, expected = [], torch.zeros(LAYERS, dtype=torch.float64)
     for index, (segments, numel) in enumerate(zip(SHARDS, NUMELS, strict=True)):
         gradient = torch.randn(numel, generator=torch.Generator().manual_seed(index)).abs() + 0.5
         for start, count, layer, _ in segments:
             run = gradient[start : start + count]
             run *= (1.0, 1e-16, 1e-21, 1e-25, 0.0, 1e-38)[layer]
             expected[layer] = run.double().square().sum()
-        state = MomentumState(torch.ones(numel, device=device), None)
-        launch(lars_norms, table, index, Source(gradient.to(device)), state, partials)
-    torch.testing.assert_close(sum_blocks(table, partials)[1].cpu(), expected, rtol=1e-6, atol=0)
+        calls.append(ShardCall(Tensors(torch.ones(numel, device=device), gradient.to(device))))
+    sums = Launcher(table, calls).sums(lars_norms, Columns(), 2)
+    torch.testing.assert_close(sums[1].cpu(), expected, rtol=1e-6, atol=0)
 
 
 def test_many_blocks_of_one_layer_sum_in_fp64(device: torch.device) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 from ds_vrgd.kernels.merge import merge_chunks
 from ds_vrgd.moments.chan import merge_chunks_
 
-Merge = Callable[[Tensor, Tensor, Tensor, int], None]
+Merge = Callable[..., None]
 WIRES = [torch.float32, torch.bfloat16, torch.float16]
 both = pytest.mark.parametrize("merge", [merge_chunks, merge_chunks_], ids=["kernel", "eager"])
 
@@ -104,3 +104,14 @@ def test_fp64_chunks_stay_fp64() -> None:
     flat = chunks.flatten(0, 1)
     torch.testing.assert_close(total / 2, flat.mean(0), rtol=1e-12, atol=1e-14)
     torch.testing.assert_close(m2, (flat - flat.mean(0)).square().sum(0), rtol=1e-12, atol=0)
+
+
+@both
+@pytest.mark.parametrize("parts", [0, 1])
+def test_the_sum_over_a_divisor_comes_along(merge: Merge, parts: int, device: torch.device) -> None:
+    chunks = micro_batches(1, 3, 3001, torch.bfloat16, device)[0]
+    alone, total, m2, out = (torch.ones(3001, device=device) for _ in range(4))
+    merge(chunks, alone, m2.clone(), parts)
+    merge(chunks, total, m2, parts, out, 2.0)
+    assert torch.equal(total, alone)
+    torch.testing.assert_close(out, chunks.float().sum(0) / 2.0, rtol=1e-6, atol=1e-7)

@@ -11,7 +11,7 @@ from torch import Tensor
 from ds_vrgd import gsnr, kernels
 from ds_vrgd.kernels import update
 from ds_vrgd.kernels.blocks import BlockTable
-from ds_vrgd.kernels.records import AdamState, Source
+from ds_vrgd.kernels.records import AdamNumbers, Columns, RatioNumbers, ShardCall, Tensors
 from ds_vrgd.optim import OPTIMIZERS
 from tests.kernels.conftest import COMPILED
 from tests.optim.one_shard import NUMEL, NUMELS, OPTIONS, STARTS, OneShard, chunks_of, run_of, trained
@@ -95,13 +95,15 @@ def test_the_noise_of_an_element_does_not_depend_on_where_its_layer_is_cut(devic
         count = run.stop - run.start
         table = BlockTable([[(0, count, 0, first)]], 1, device)
         average = before[run].clone()
-        source = Source(
-            None, None, total[run].clone(), m2[run].clone(), means, average,
-            k=4.0, gsnr_eps=1e-6, gamma=0.1, beta3=0.9, rest3=0.1, debias=1.0,
-        )  # fmt: skip
         zeros = torch.zeros(count, device=device)
-        state = AdamState(weights[run].clone(), zeros, zeros.clone(), 1e-8, 0.0, 0.1, 0.999, 0.001, 1.0, 1.0, 0.1, 1.0)
-        update.launch(update.adam_step, table, 0, source, state, update.empty_partials(table, 2), seed)
+        tensors = Tensors(
+            weights[run].clone(), total=total[run].clone(), m2=m2[run].clone(), average=average, exp_avg=zeros,
+            exp_avg_sq=zeros.clone(),
+        )  # fmt: skip
+        numbers = RatioNumbers(k=4.0, gsnr_eps=1e-6, gamma=0.1, beta3=0.9, rest3=0.1, debias=1.0)
+        rule = AdamNumbers(1e-8, 0.0, 0.1, 0.999, 0.001, 1.0, 1.0, 0.1, 1.0)
+        launcher = update.Launcher(table, [ShardCall(tensors, numbers, rule, seed)])
+        launcher.sums(update.adam_step, Columns(means), 2)
         return average
 
     whole = average_of(slice(0, numel), 0)

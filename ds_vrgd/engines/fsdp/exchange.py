@@ -92,13 +92,18 @@ class UnitExchange:
         received = torch.empty_like(input_tensor)
         dist.all_to_all_single(received, input_tensor, group=group)
         rows = received.view(self.unit.ranks, -1)
-        torch.sum(rows, 0, dtype=output_tensor.dtype, out=output_tensor)
+        divisor = 1.0
         if op == dist.ReduceOp.AVG:
-            output_tensor.div_(self.unit.ranks)
+            divisor = float(self.unit.ranks)
         elif op != dist.ReduceOp.SUM:  # a factor that NCCL would multiply by on the way
-            output_tensor.div_(self.unit.divisor)
-        if reduces is not None:
-            self._merge(rows)
+            divisor = self.unit.divisor
+        if reduces is not None and self.observed:
+            self._merge(rows, output_tensor, divisor)
+        else:
+            torch.sum(rows, 0, dtype=output_tensor.dtype, out=output_tensor)
+            if divisor != 1.0:
+                output_tensor.div_(divisor)
+        self.parts += reduces is not None
 
     def merge_alone(self) -> None:
         """Merge what a single rank has kept of its own micro-batch, at the end of the backward pass."""
@@ -108,7 +113,9 @@ class UnitExchange:
                 torch.accelerator.current_stream().wait_stream(stream)
             rows = result.view(1, -1)
             self._note(rows)
-            self._merge(rows if self.unit.divisor == 1.0 else rows * self.unit.divisor)
+            if self.observed:
+                self._merge(rows if self.unit.divisor == 1.0 else rows * self.unit.divisor)
+            self.parts += 1
 
     def _note(self, buffer: Tensor) -> None:
         if self.observed:
@@ -116,16 +123,15 @@ class UnitExchange:
                 self._norms.forget(self.unit.params[0])
             self._norms.note(self.parts, [(self.unit.params[0], buffer)])
 
-    def _merge(self, rows: Tensor) -> None:
-        if self.observed:
-            width = rows.shape[1]
-            if self._held is None or len(self._held[0]) != width:
-                self._where = self._laid_out(width)
-                wide = torch.promote_types(rows.dtype, torch.float32)
-                total, m2 = (torch.empty(width, dtype=wide, device=rows.device) for _ in range(2))  # aligned, both
-                self._held = total, m2
-            merge_chunks_(rows, *self._held, self.parts)
-        self.parts += 1
+    def _merge(self, rows: Tensor, out: Tensor | None = None, divisor: float = 1.0) -> None:
+        """Merge a micro-batch into the moments, and write the sum of its rows over ``divisor`` to ``out``."""
+        width = rows.shape[1]
+        if self._held is None or len(self._held[0]) != width:
+            self._where = self._laid_out(width)
+            wide = torch.promote_types(rows.dtype, torch.float32)
+            total, m2 = (torch.empty(width, dtype=wide, device=rows.device) for _ in range(2))  # aligned, both
+            self._held = total, m2
+        merge_chunks_(rows, *self._held, self.parts, out, divisor)
 
     def _laid_out(self, width: int) -> dict[Tensor, slice]:
         """Return where each parameter is in this rank's row of ``width`` elements."""
@@ -188,8 +194,8 @@ class UnitExchange:
         part = local(param)
         if self._held is None:
             return zeros_like(part, max(self.parts, 1))
-        total, m2 = (on_device_of(part, moment[self._where[param]]) for moment in self._held)
-        return Moments(total, m2, self.parts)
+        run, (total, m2) = self._where[param], self._held
+        return Moments(on_device_of(part, total[run]), on_device_of(part, m2[run]), self.parts)
 
     def bad(self) -> list[Tensor]:
         """Return the parameters of which this rank's part of the moments is not finite; waits for them."""

@@ -7,14 +7,12 @@ from dataclasses import replace
 from itertools import product
 from typing import Any
 
-import torch
-
 from ds_vrgd.optim import OPTIMIZERS
-from tests.support.ranks import DEVICE
+from tests.support.ranks import DEVICE, MOST_RANKS
 from tests.support.trajectory import Case
 
 #: Ranks that there are devices for.
-AT_MOST = 4 if DEVICE == "cpu" else torch.cuda.device_count()
+AT_MOST = min(4, MOST_RANKS)
 WORLDS = tuple(range(1, min(3, AT_MOST) + 1))
 ACCUMULATIONS = (1, 4)
 

@@ -14,7 +14,7 @@ from ds_vrgd.optim import OPTIMIZERS
 from tests.engines.deepspeed.table import FSDP2
 from tests.engines.fsdp.cases import ACCUMULATIONS, DTYPES, SETTINGS, UNATTACHED, WORLDS, identify, is_slow, matrix
 from tests.engines.fsdp.training import Case, Result, run_cases
-from tests.support.ranks import run_on_ranks
+from tests.support.ranks import MOST_RANKS, run_on_ranks
 
 # As for DeepSpeed: norm-wise after 5 steps, given the chunk gradients in the dtype of computation.
 OF_WEIGHTS = 8e-7
@@ -35,14 +35,17 @@ QUICK = {name: case for name, case in ALL.items() if not is_slow(case)}
 
 
 def outcomes_of(cases: Mapping[str, Case]) -> dict[str, Result | str]:
+    """Run the cases; those that need more GPUs than there are have no outcome."""
     found: dict[str, Result | str] = {}
-    for world in sorted({case.world for case in cases.values()}, reverse=True):
+    for world in sorted({case.world for case in cases.values() if case.world <= MOST_RANKS}, reverse=True):
         mine = {name: case for name, case in cases.items() if case.world == world}
         found |= run_on_ranks(world, run_cases, mine)[0]
     return found
 
 
-def check(case: Case, outcome: Result | str) -> None:
+def check(case: Case, outcome: Result | str | None) -> None:
+    if case.world > MOST_RANKS:
+        pytest.skip(f"needs {case.world} GPUs")
     if case.k == 1 and case.optimizer.startswith("VR"):
         assert isinstance(outcome, str)
         assert "k = 1" in outcome
@@ -69,19 +72,19 @@ def settings() -> dict[str, Result | str]:
 
 @pytest.mark.parametrize("name", QUICK)
 def test_trajectory_follows_the_reference(quick: dict[str, Result | str], name: str) -> None:
-    check(QUICK[name], quick[name])
+    check(QUICK[name], quick.get(name))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SETTINGS)
 def test_settings_of_fsdp2_change_nothing(settings: dict[str, Result | str], name: str) -> None:
-    check(SETTINGS[name], settings[name])
+    check(SETTINGS[name], settings.get(name))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", UNATTACHED)
 def test_lamb_and_lars_need_no_attach(settings: dict[str, Result | str], name: str) -> None:
-    check(UNATTACHED[name], settings[name])
+    check(UNATTACHED[name], settings.get(name))
 
 
 @pytest.fixture(scope="module")
@@ -92,7 +95,7 @@ def rest() -> dict[str, Result | str]:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in ALL if name not in QUICK])
 def test_trajectory_of_every_optimizer_mesh_and_window(rest: dict[str, Result | str], name: str) -> None:
-    check(ALL[name], rest[name])
+    check(ALL[name], rest.get(name))
 
 
 def cell(outcome: Result | str | None) -> str:
@@ -128,6 +131,8 @@ def test_section_is_complete_and_written_on_request(
     rest: dict[str, Result | str],
     pytestconfig: pytest.Config,
 ) -> None:
+    if MOST_RANKS < 4:
+        pytest.skip("needs 4 GPUs")
     written = section(quick | settings | rest)
     assert "FAILED" not in written
     if pytestconfig.getoption("--write-exactness"):
