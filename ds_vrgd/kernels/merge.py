@@ -24,20 +24,21 @@ def _merge_block(
     mean = sum_of_rows / rows
     if out is not None:
         tl.store(out + columns, sum_of_rows / divisor, mask)
-    squares = tl.zeros(columns.shape, tl.float32)
-    # The second reading finds the rows in the cache.
-    for row in tl.range(0, rows, loop_unroll_factor=unroll):
-        deviation = tl.load(received + row * row_stride + columns, mask).to(tl.float32) - mean
-        squares += deviation * deviation
     if first:
         tl.store(total + columns, mean, mask)
-        tl.store(m2 + columns, squares, mask)
     else:
         before = tl.load(total + columns, mask)
-        delta = mean - before / parts
         tl.store(total + columns, before + mean, mask)
-        weight = rows * (parts / (parts + 1.0))
-        tl.store(m2 + columns, tl.load(m2 + columns, mask) + (squares + delta * delta * weight), mask)
+    if m2 is not None:
+        squares = tl.zeros(columns.shape, tl.float32)
+        # The second reading finds the rows in the cache.
+        for row in tl.range(0, rows, loop_unroll_factor=unroll):
+            deviation = tl.load(received + row * row_stride + columns, mask).to(tl.float32) - mean
+            squares += deviation * deviation
+        if not first:
+            delta = mean - before / parts
+            squares = tl.load(m2 + columns, mask) + (squares + delta * delta * (rows * (parts / (parts + 1.0))))
+        tl.store(m2 + columns, squares, mask)
 
 
 @triton.jit
@@ -62,7 +63,7 @@ def merge_chunks(
 
     Args:
         received: ``(k, n)`` in fp32, bf16 or fp16; elements of a row are neighbours, rows may be any stride apart.
-        total, m2: ``(n,)`` fp32, contiguous, at any offset.
+        total, m2: ``(n,)`` fp32, contiguous, at any offset; ``m2`` may be without elements.
         parts, divisor: as there.
         out: as there; fp32, contiguous.
     """
@@ -71,6 +72,6 @@ def merge_chunks(
         return
     with torch.cuda.device_of(total):
         _merge[triton.cdiv(numel, BLOCK),](
-            received, total, m2, out, numel, received.stride(0), float(parts), divisor,
+            received, total, m2 if m2.numel() else None, out, numel, received.stride(0), float(parts), divisor,
             rows=rows, unroll=min(rows, UNROLL), first=parts == 0, block=BLOCK, num_warps=WARPS,
         )  # fmt: skip

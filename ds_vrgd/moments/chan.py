@@ -22,7 +22,7 @@ class Moments(NamedTuple):
     Attributes:
         total: ``parts`` times the mean over the chunks, ``(n,)``, fp32 or wider. Under ZeRO it is the sum over the
             micro-batches of the mean over the ranks, which is the gradient that a step takes.
-        m2: centred sum of squares over the chunks, same shape and dtype.
+        m2: centred sum of squares over the chunks, same shape and dtype; without elements where the mean alone is wanted.
         parts: the divisor of ``total``.
     """
 
@@ -44,11 +44,12 @@ def zeros_like(shard: Tensor, parts: int = 1) -> Moments:
     return Moments(total, m2, parts)
 
 
-def moments_of(chunks: Tensor) -> tuple[Tensor, Tensor]:
+def moments_of(chunks: Tensor, *, variance: bool = True) -> tuple[Tensor, Tensor]:
     """Return the mean and the centred sum of squares over the first axis.
 
     Args:
         chunks: ``(k, n)``, any floating dtype; row d is the gradient of chunk d.
+        variance: whether the sum of squares is wanted; without, it is ``(0,)``.
 
     Returns:
         Both ``(n,)`` in fp32 (fp64 for fp64 input). The rows are summed in their order, the same on every rank.
@@ -58,8 +59,8 @@ def moments_of(chunks: Tensor) -> tuple[Tensor, Tensor]:
     for chunk in chunks[1:]:
         mean.add_(chunk)
     mean.div_(len(chunks))
-    m2 = torch.zeros_like(mean)
-    for chunk in chunks:
+    m2 = torch.zeros_like(mean) if variance else mean.new_empty(0)
+    for chunk in chunks if variance else ():
         deviation = chunk - mean
         m2.addcmul_(deviation, deviation)
     return mean, m2
@@ -112,7 +113,7 @@ def merge_chunks_(
     Args:
         received: ``(k, n)``, any floating dtype; row d is the gradient of chunk d. Rows are summed in their order.
         total: ``(n,)``, sum over the micro-batches so far of the mean over their k chunks; fp32 (fp64 for fp64 chunks).
-        m2: ``(n,)``, centred sum of squares over all ``parts * k`` chunks so far; same dtype.
+        m2: ``(n,)``, centred sum of squares over all ``parts * k`` chunks so far; same dtype. ``(0,)`` for the mean alone.
         parts: micro-batches merged so far. 0 overwrites ``total`` and ``m2`` without reading them, as in
             :func:`merge_chunk_of_each_`.
         out: ``(n,)``, overwritten with the sum of the k chunks over ``divisor``; of ``total``'s dtype.
@@ -123,16 +124,17 @@ def merge_chunks_(
 
         merge_chunks(received, total, m2, parts, out, divisor)
         return
-    mean, squares = moments_of(received)
+    mean, squares = moments_of(received, variance=bool(m2.numel()))
     if out is not None:
         torch.mul(mean, len(received) / divisor, out=out)
     if parts == 0:
         total.copy_(mean)
         m2.copy_(squares)
         return
-    delta = mean - total / parts
+    if m2.numel():
+        delta = mean - total / parts
+        m2.add_(squares.addcmul_(delta, delta, value=len(received) * (parts / (parts + 1))))
     total.add_(mean)
-    m2.add_(squares.addcmul_(delta, delta, value=len(received) * (parts / (parts + 1))))
 
 
 def merge_nodes_(totals: Tensor, m2s: Tensor, total: Tensor, m2: Tensor, parts: int, chunks: int) -> None:
@@ -141,7 +143,7 @@ def merge_nodes_(totals: Tensor, m2s: Tensor, total: Tensor, m2: Tensor, parts: 
     Args:
         totals, m2s: ``(nodes, n)``, of each node's ``parts * chunks`` chunks: ``parts`` times their mean, and their
             centred sum of squares.
-        total, m2: ``(n,)``, overwritten with those of all chunks.
+        total, m2: ``(n,)``, overwritten with those of all chunks; ``m2`` may be without elements.
         parts: micro-batches.
         chunks: the number of chunks of a micro-batch on one node.
     """
@@ -149,6 +151,8 @@ def merge_nodes_(totals: Tensor, m2s: Tensor, total: Tensor, m2: Tensor, parts: 
     for row in totals[1:]:
         total.add_(row)
     total.div_(len(totals))
+    if not m2.numel():
+        return
     m2.copy_(m2s[0])
     for row in m2s[1:]:
         m2.add_(row)

@@ -55,7 +55,7 @@ class ShardedMoments:
     from wait for it where a buffer has not been sent yet, and whoever reads moments waits in :meth:`finish`: the last
     exchange of a micro-batch overlaps the forward pass of the next.
 
-    Memory: 8 bytes per element of the shard from a window's first bucket to :meth:`reset`. Until :meth:`detach`, a few
+    Memory: 8 bytes per element of the shard (4 for the mean alone) from a window's first bucket to :meth:`reset`. Until :meth:`detach`, a few
     buffers of a bucket in the wire dtype: ``in_flight + 1`` to send (with copies, more where gradients finish far out
     of order), and ``in_flight`` to receive, each as large as the largest region of this rank times the ranks.
 
@@ -70,6 +70,7 @@ class ShardedMoments:
             are summed where they arrive, so that nothing more travels.
         eager: send a bucket as soon as it is full; else all of them at the end of the micro-batch. Of several exchanges
             over different groups only one may be eager, because the ranks must start them in one order.
+        variance: whether the centred sum of squares is wanted; without it, moments are the mean alone.
 
     Attributes:
         routes, group: as given.
@@ -88,12 +89,13 @@ class ShardedMoments:
         norms: ChunkNorms | None = None,
         sequences: SequenceGroups | None = None,
         eager: bool = True,
+        variance: bool = True,
     ) -> None:
         self.routes, self.group = tuple(routes), group
         self.before_first_bucket: Callable[[], None] | None = None
         self._norms = norms
         self._groups = nodes or NodeGroups.single(group)
-        self._sequences = sequences
+        self._sequences, self._variance = sequences, variance
         first, peers = self._groups.rank - self._groups.index, self._groups.per_node
         self._rows = [] if sequences is None else sequences.rows(range(first, first + peers))
         self._bucket_numel, self._in_flight, self._eager, self._held_back = bucket_numel, in_flight, eager, False
@@ -115,10 +117,10 @@ class ShardedMoments:
             self._bucket_of |= {route.param: index for route in bucket.routes}
         self._streams = Streams(self._buckets[0].device)
         if self._groups.nodes == 1:
-            self._store = ShardStore(self._buckets)
+            self._store = ShardStore(self._buckets, variance=self._variance)
         else:
             chunks = len(self._rows) or self._groups.per_node
-            self._store = NodeStore(self._buckets, self._groups, self._streams, chunks)
+            self._store = NodeStore(self._buckets, self._groups, self._streams, chunks, variance=self._variance)
 
     def _buffer(self, purpose: str, bucket: Bucket) -> Buffer:
         """Return a buffer that is large enough ``"to send"`` or ``"to receive"`` any bucket of this dtype."""

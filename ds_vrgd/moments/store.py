@@ -25,10 +25,11 @@ class ShardStore:
 
     Args:
         buckets: all there are.
+        variance: whether ``m2`` is wanted; else it has no elements.
     """
 
-    def __init__(self, buckets: Sequence[Bucket]) -> None:
-        self._buckets = buckets
+    def __init__(self, buckets: Sequence[Bucket], *, variance: bool = True) -> None:
+        self._buckets, self._variance = buckets, variance
         self._like: dict[Tensor, tuple[torch.dtype, torch.device]] = {}
         pieces: dict[Tensor, list[Piece]] = {}
         for bucket in buckets:
@@ -44,10 +45,14 @@ class ShardStore:
         for piece in bucket.pieces:
             shard = piece.shard
             if shard not in self._held:
-                self._held[shard] = _empty(shard.numel(), *self._like[shard])
+                self._held[shard] = self._empty(shard.numel(), *self._like[shard])
                 gaps = [moment[start:end] for moment in self._held[shard] for start, end in self._gaps[shard]]
                 if gaps:
                     torch._foreach_zero_(gaps)
+
+    def _empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> _Pair:
+        total, m2 = (torch.empty(size, dtype=dtype, device=device) for size in (numel, numel * self._variance))
+        return total, m2
 
     def views(self, piece: Piece) -> _Pair:
         """Return ``total`` and ``m2`` of ``piece``."""
@@ -102,17 +107,21 @@ class NodeStore(ShardStore):
         groups: of this rank.
         streams: everything runs on the side stream.
         chunks: the number of chunks of a micro-batch on one node.
+        variance: as there.
     """
 
-    def __init__(self, buckets: Sequence[Bucket], groups: NodeGroups, streams: Streams, chunks: int) -> None:
-        super().__init__(buckets)
+    def __init__(
+        self, buckets: Sequence[Bucket], groups: NodeGroups, streams: Streams, chunks: int, *, variance: bool = True
+    ) -> None:
+        super().__init__(buckets, variance=variance)
         self._groups, self._streams, self._chunks = groups, streams, chunks
         self._columns: dict[Bucket, _Pair] = {}
 
     def open(self, bucket: Bucket) -> None:
         """Allocate the moments of this rank's column of ``bucket``."""
         if bucket not in self._columns:
-            self._columns[bucket] = _empty(bucket.own, torch.promote_types(bucket.dtype, torch.float32), bucket.device)
+            wide = torch.promote_types(bucket.dtype, torch.float32)
+            self._columns[bucket] = self._empty(bucket.own, wide, bucket.device)
 
     def merge(self, bucket: Bucket, received: Tensor, parts: int) -> None:
         """Merge one micro-batch of the node's chunk gradients, ``(chunks, own)``."""
@@ -147,12 +156,12 @@ class NodeStore(ShardStore):
         nodes = self._groups.nodes
         column, own = self._column(bucket), bucket.regions[self._groups.rank]
         moments = self._columns[bucket]
-        totals, m2s = (moment.new_empty(nodes, own) for moment in moments)
+        totals, m2s = (moment.new_empty(nodes, size) for moment, size in zip(moments, (own, own * self._variance)))
         works = [
             torch.distributed.all_to_all_single(
                 received.view(-1), moment, [own] * nodes, column, group=self._groups.across, async_op=True
             )
-            for received, moment in zip((totals, m2s), moments, strict=True)
+            for received, moment in zip((totals, m2s)[: 1 + self._variance], moments)
         ]
         return bucket, (totals, m2s), works
 
@@ -170,21 +179,17 @@ class NodeStore(ShardStore):
         return super().nbytes() + sum(moment.nbytes for column in self._columns.values() for moment in column)
 
     def sent_bytes(self) -> int:
-        """Return the bytes that :meth:`finish` sends to other nodes: two moments of what they own."""
+        """Return the bytes that :meth:`finish` sends to other nodes: the moments of what they own."""
         sent = 0
         for bucket in self._buckets:
             elements = sum(self._column(bucket)) - bucket.regions[self._groups.rank]
-            sent += 2 * elements * torch.promote_types(bucket.dtype, torch.float32).itemsize
+            sent += (1 + self._variance) * elements * torch.promote_types(bucket.dtype, torch.float32).itemsize
         return sent
 
     def close(self) -> None:
         """Release all memory."""
         self._columns.clear()
         super().close()
-
-
-def _empty(numel: int, dtype: torch.dtype, device: torch.device) -> _Pair:
-    return torch.empty(numel, dtype=dtype, device=device), torch.empty(numel, dtype=dtype, device=device)
 
 
 def on_device_of(shard: Tensor, moment: Tensor) -> Tensor:

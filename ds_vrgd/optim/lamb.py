@@ -178,5 +178,7 @@ class LAMB(VRLAMB):
         trust_clip: tuple[float, float] | None = None,
         adapt: bool = True,
         prenormalize: bool = False,
+        reduction: Literal["auto", "fused", "observe"] = "auto",
+        ranks_per_node: int | None = None,
     ) -> None:
         super().__init__(**passed(locals()), gamma=1.0)

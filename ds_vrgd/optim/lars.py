@@ -104,5 +104,7 @@ class LARS(VRLARS):
         eps: float = 1e-8,
         trust_clip: tuple[float, float] | None = None,
         adapt: bool = True,
+        reduction: Literal["auto", "fused", "observe"] = "auto",
+        ranks_per_node: int | None = None,
     ) -> None:
         super().__init__(**passed(locals()), gamma=1.0)

@@ -52,6 +52,11 @@ class Observer(Protocol):
         """Return whether no engine has been built around the optimizer, and no window has ended."""
         return False
 
+    @property
+    def judges(self) -> bool:
+        """Return whether a window with a gradient that is not finite is left out also where GSNR is off."""
+        return False
+
     def detach(self) -> None:
         """Remove all hooks, for good: another observer has taken this one's place, or the engine is gone."""
 

@@ -346,7 +346,7 @@ class VROptimizer(Rule, torch.optim.Optimizer):
 
     def _skips(self, shards: Sequence[Shard]) -> bool:
         """Return whether the window is left out: one verdict for all its calls and all ranks, before any update."""
-        if not self._observes:
+        if not (self._observes or self.observer.judges):
             if any(group.get("prenormalize") for group in self.param_groups):
                 self.observer.agree(self)  # a norm over the whole model, which each rank must hold
             return False

@@ -142,13 +142,14 @@ OPTIONS: dict[str, Option] = {
         _in(_LAMB, False), FLAG, "divide the gradient by its 2-norm over the whole model first, as NVLAMB does."
     ),
     "reduction": Option(
-        _in(_REDUCING, "auto"), _choice("auto", "fused", "observe"),
+        _in(_EVERY, "auto"), _choice("auto", "fused", "observe"),
         'what an engine does with its own reduction of the gradients. "fused" replaces it by the exchange of the '
-        'chunks\' gradients, "observe" runs the exchange in addition to it, "auto" replaces it wherever that is exact.',
+        'chunks\' gradients, "observe" runs the exchange in addition to it (not where gamma is 1: there the engine\'s '
+        'mean is taken), "auto" replaces it wherever that is exact; where gamma is 1, in LARS and LAMB alone.',
         whole=True,
     ),
     "ranks_per_node": Option(
-        _in(_REDUCING, None), COUNT,
+        _in(_EVERY, None), COUNT,
         "number of consecutive ranks that exchange gradients; between such groups only moments travel. None takes the "
         "launcher's number of ranks on a node.",
         whole=True,

@@ -196,7 +196,8 @@ def run_case(case: Case, rank: int, world: int) -> Result | None:
     start = {name: weight.cpu().double() for name, weight in plain.named_parameters() if weight.requires_grad}
     reference = DenseOptimizer(case.optimizer, start, reference_groups(start, case), **case.hyper())
     of_mean: list[float] = []
-    given = None if case.dtype == "fp32" or _gsnr(engine) else HandedMean(engine.basic_optimizer)
+    theirs = case.dtype != "fp32" and engine.basic_optimizer.observer.mode == "off"
+    given = HandedMean(engine.basic_optimizer) if theirs else None
     for step in range(case.steps):
         micro_batches = [tokens.to(engine.device) for tokens in batches(step, case.accumulation * world)]
         with whole_weights(engine) as weights:

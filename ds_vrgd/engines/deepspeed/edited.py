@@ -109,17 +109,19 @@ class FusedEdits:
     Args:
         exchange: holds the sums.
         own_hooks: identities of DeepSpeed's hooks on accumulated gradients, one of which takes each gradient.
+        measures: whether a ratio is measured on the chunks; if not, the exchange is given what hooks have made of them.
     """
 
-    def __init__(self, exchange: ShardedMoments, own_hooks: Collection[int]) -> None:
+    def __init__(self, exchange: ShardedMoments, own_hooks: Collection[int], *, measures: bool) -> None:
         self._exchange = exchange
-        self._own_hooks = own_hooks
+        self._own_hooks, self._measures = own_hooks, measures
         self._hooks: dict[Tensor, GradientHook] = {}
         self._arrived: dict[Tensor, Tensor] = {}
         self._changes: dict[Tensor, Tensor] = {}
         self._others_hook = False
         self._verdicts: list[Callable[[], bool]] = []
-        exchange.before_first_bucket = self._ask_whether_any_rank_has_hooks
+        if measures:
+            exchange.before_first_bucket = self._ask_whether_any_rank_has_hooks
         self._measured: dict[tuple[Tensor, int, int], Tensor] = {}
 
     # -- hooks on accumulated gradients -------------------------------------------------------------------------------
@@ -128,7 +130,7 @@ class FusedEdits:
         """Let other hooks on accumulated gradients run first, and see the gradients that they are about to change."""
         others = let_others_run_first([route.param for route in self._exchange.routes], self._own_hooks)
         self._others_hook = bool(others)
-        for param in others:
+        for param in others if self._measures else ():
             if param not in self._hooks:
                 self._hooks[param] = GradientHook(param, self._see)
 

@@ -43,13 +43,16 @@ class Built(NamedTuple):
     copied: Mapping[Tensor, CopiedMoments] = {}
 
 
-def build_exchange(engine: Engine, holdings: Holdings, norms: ChunkNorms | None, *, fused: bool) -> Built:
+def build_exchange(
+    engine: Engine, holdings: Holdings, norms: ChunkNorms | None, *, fused: bool, variance: bool = True
+) -> Built:
     """Build the exchange, and replace the engine's reduction by it with ``fused``. A collective.
 
     Args:
         engine, holdings: the engine, built, and what its optimizer wrapper holds.
         norms: takes the norm of every chunk gradient of this rank; None to take none.
         fused: replace the wrapper's reduction; else observe it, through hooks on the parameters.
+        variance: whether any group reduces variance; else the mean alone is exchanged.
     """
     if not (holdings.copies or holdings.routes):
         return Built(None)
@@ -65,7 +68,9 @@ def build_exchange(engine: Engine, holdings: Holdings, norms: ChunkNorms | None,
     params = [route.param for route in routes]
 
     def sharded(routes: Sequence[Route], norms: ChunkNorms | None) -> ShardedMoments:
-        return ShardedMoments(routes, group, bucket, nodes=nodes, norms=norms, sequences=sequences)
+        return ShardedMoments(
+            routes, group, bucket, nodes=nodes, norms=norms, sequences=sequences, variance=variance
+        )
 
     if tied:
         copied: dict[Tensor, CopiedMoments] = {}
@@ -83,7 +88,7 @@ def build_exchange(engine: Engine, holdings: Holdings, norms: ChunkNorms | None,
         return Built(CombinedMoments(sharded(rest, norms) if rest else None, copied, {}, runs), params, copied)
     shared = sharded(routes, norms)
     if fused:  # neither with a pipeline nor with experts
-        fuse(engine.optimizer, shared, holdings.layouts)
+        fuse(engine.optimizer, shared, holdings.layouts, measures=variance)
         return Built(shared)
     if not holdings.experts:
         return Built(shared, params)

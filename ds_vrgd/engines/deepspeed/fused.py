@@ -54,9 +54,10 @@ class _Fused:
     _published: bool
     _runs: dict[bool, list[tuple[Tensor, int, int]]]  # by whether this rank counts them: shard, start, elements
 
-    def _set_up(self, exchange: ShardedMoments, layouts: Mapping[Tensor, ShardLayout]) -> None:
+    def _set_up(self, exchange: ShardedMoments, layouts: Mapping[Tensor, ShardLayout], measures: bool) -> None:
         self.exchange = exchange
-        self.edits = FusedEdits(exchange, {hook.id for hook in self._grad_acc_hooks})  # type: ignore[attr-defined]
+        own_hooks = {hook.id for hook in self._grad_acc_hooks}  # type: ignore[attr-defined]
+        self.edits = FusedEdits(exchange, own_hooks, measures=measures)
         self._published = False
         self._runs = {True: [], False: []}
         for shard, layout in layouts.items():
@@ -155,8 +156,8 @@ class FusedZeroOptimizer(_Fused, DeepSpeedZeroOptimizer):  # type: ignore[misc]
 
     shards = "single_partition_of_fp32_groups"
 
-    def _set_up(self, exchange: ShardedMoments, layouts: Mapping[Tensor, ShardLayout]) -> None:
-        super()._set_up(exchange, layouts)
+    def _set_up(self, exchange: ShardedMoments, layouts: Mapping[Tensor, ShardLayout], measures: bool) -> None:
+        super()._set_up(exchange, layouts, measures)
         self._pieces = [self._build_compact_grad_partition_buffer(i)._view_specs for i in range(len(self.bit16_groups))]
 
     def _show(self, totals: Sequence[Tensor]) -> None:
@@ -261,13 +262,13 @@ FUSED: dict[type, type[_Fused]] = {
 }
 
 
-def fuse(wrapper: Any, exchange: ShardedMoments, layouts: Mapping[Tensor, ShardLayout]) -> None:
+def fuse(wrapper: Any, exchange: ShardedMoments, layouts: Mapping[Tensor, ShardLayout], *, measures: bool) -> None:
     """Replace the reduction of an engine's ZeRO wrapper, for which :func:`unfit` has found no reason, by ``exchange``.
 
-    ``layouts`` are those of the wrapper's shards.
+    ``layouts`` are those of the wrapper's shards; ``measures`` says whether a ratio is measured on the chunks.
     """
     wrapper.__class__ = FUSED[type(wrapper)]
-    wrapper._set_up(exchange, layouts)
+    wrapper._set_up(exchange, layouts, measures)
 
 
 def choose_reduction(engine: Engine, wanted: str) -> tuple[bool, str]:

@@ -43,7 +43,7 @@ class EngineObserver(Observer):
     """The observer of an engine's gradients, which learns from the engine where windows begin and end.
 
     Attributes:
-        mode: "fused", "observe", or "off" where nothing is observed (``gamma=1``).
+        mode: "fused", "observe", or "off" where DeepSpeed's reduction is left alone (``gamma=1``).
         why: what decided on the mode.
         copied: by observed weight of which other stages hold copies, the exchange of its gradients.
         chunks: where chunks begin and end; None for a pipeline, whose schedule decides it.
@@ -57,7 +57,9 @@ class EngineObserver(Observer):
     def __init__(self, engine: Engine) -> None:
         optimizer = engine.basic_optimizer
         reduces = any(group["gamma"] < 1.0 for group in optimizer.param_groups)
-        fused, self.why = choose_reduction(engine, optimizer.reduction) if reduces else (False, "gamma=1")
+        # LARS and LAMB take the mean from the exchange, too: DeepSpeed rounds its own to the dtype of the wire.
+        exchanges = reduces or optimizer.sums_layers
+        fused, self.why = choose_reduction(engine, optimizer.reduction) if exchanges else (False, "gamma=1")
         self._holdings = holdings = holdings_of(engine, every_group=fused)
         self.mode = "fused" if fused else "observe" if holdings.routes or holdings.copies else "off"
         self.window = 0
@@ -79,7 +81,9 @@ class EngineObserver(Observer):
             self._everyone = torch.distributed.group.WORLD
         self._model_parallel = engine.mpu.get_model_parallel_group() if engine.mp_world_size > 1 else None
         self.ranks = Ranks(engine.device)
-        self._moments, self._hooked, self.copied = build_exchange(engine, holdings, self._norms, fused=fused)
+        self._moments, self._hooked, self.copied = build_exchange(
+            engine, holdings, self._norms, fused=fused, variance=reduces
+        )
         self._hooks = [GradientHook(param, self.on_gradient) for param in self._hooked]
         self._edits = EditDetector(engine, [self._name_of(param) for param in self.copied])
         # Gradients of several micro-batches stay in .grad at stage 0, and at stage 1 next to DeepSpeed's reduction.
@@ -202,6 +206,11 @@ class EngineObserver(Observer):
             self._moments.detach()
 
     # -- what the engine holds ----------------------------------------------------------------------------------------
+
+    @property
+    def judges(self) -> bool:
+        """Return whether windows with a gradient that is not finite are left out: wherever chunks are seen."""
+        return self._moments is not None
 
     @property
     def partition(self) -> Any | None:
