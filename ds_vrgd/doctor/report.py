@@ -45,7 +45,8 @@ class Findings:
         mode, why: fused, observe or off, and what decided on it.
         ranks, micro_batches: of a step; k is their product.
         clip: DeepSpeed's limit of the gradient's norm; 0 for none.
-        layers, reduced, trusted: layers found, with GSNR, with a trust ratio (None: the optimizer has none).
+        layers: number of layers found.
+        reduced, trusted: how many of them have GSNR, a trust ratio (None: the optimizer has none).
         steps, skipped: taken, and left out because a gradient was not finite.
         raised: further steps, whose learning rate was raised until the weights moved visibly; among ``steps``.
         error: of the weights after the last step, norm-wise.
@@ -71,7 +72,7 @@ class Findings:
     micro_batches: int
     clip: float
     layers: int
-    reduced: int
+    reduced: int | None
     trusted: int | None
     steps: int = 0
     skipped: int = 0
@@ -120,7 +121,7 @@ class Findings:
 def rows_of(found: Findings) -> list[Row]:
     """Return what was found as rows, with the verdict in the last one."""
     k = found.ranks * found.micro_batches
-    layers = f"{found.layers} found, {found.reduced} with GSNR"
+    layers = f"{found.layers} found, {found.reduced or 0} with GSNR"
     if found.trusted is not None:
         layers += f", {found.trusted} with a trust ratio (biases and norms have none here)"
     steps = f"{found.steps - found.raised}, {found.skipped} skipped by DeepSpeed"
@@ -156,9 +157,9 @@ def rows_of(found: Findings) -> list[Row]:
         ]
         if once:
             rows.append(("", f"{once:,} bytes more per rank and step"))
-        if k < FEW_CHUNKS:
+        if found.reduced is not None and k < FEW_CHUNKS:
             rows.append(("warning", f"k = {k} in this check; the paper found 32 to 256 best"))
-        if not found.reduced:
+        if found.reduced == 0:
             rows.append(("warning", "no layer has GSNR"))
     if found.trusted == 0:
         none = "no layer has a trust ratio: adapt is false everywhere, or all layers are one-dimensional"

@@ -91,7 +91,7 @@ class Trial:
         self.findings = Findings(
             int(self.engine.zero_optimization_stage()), str(self.dtype).removeprefix("torch."),
             wrapper_name(self.engine), self.observer.mode, self.observer.why, self.world, self.accumulation, self.clip,
-            layers=len({layer.name for layout in layouts for layer in layout.layers}), reduced=0,
+            layers=len({layer.name for layout in layouts for layer in layout.layers}), reduced=None,
             trusted=sum(adapted) if is_adaptive(settings.optimizer) else None, coarse=self._coarse(),
             rounding=ROUNDING[str(self.autocast or self.dtype).removeprefix("torch.")],
         )  # fmt: skip
@@ -181,7 +181,8 @@ class Trial:
         moments, buffers = zip(held, self.observer.held_bytes(), strict=True)
         found.buffers, found.sent = max(found.buffers, *buffers), self.observer.sent_bytes()
         found.moments = moments[0] / elements, moments[1] / elements
-        found.reduced = sum(len(part.table.names) for part in optimizer.layer_statistics)
+        if any(group["gamma"] < 1.0 for group in optimizer.param_groups):
+            found.reduced = sum(len(part.table.names) for part in optimizer.layer_statistics)
         sizes: dict[str, int] = {}
         for tensor in self.observer.tensors:
             for key, value in optimizer.state.get(tensor, {}).items():

@@ -65,8 +65,8 @@ def test_warnings() -> None:
     assert "k = 4" in row(replace(EXACT, micro_batches=2), "warning")
     assert "no layer has GSNR" in row(replace(EXACT, reduced=0), "warning")
     assert "no layer has a trust ratio" in row(replace(EXACT, trusted=0), "warning")
-    off = replace(EXACT, mode="off", reduced=0, trusted=None, ranks=1, micro_batches=1)
-    assert row(off, "warning") == ""
+    off = replace(EXACT, mode="off", reduced=None, trusted=None, ranks=1, micro_batches=1)
+    assert row(off, "warning") == row(replace(off, mode="fused"), "warning") == ""
     assert row(off, "moments") == ""
 
 

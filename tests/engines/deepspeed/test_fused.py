@@ -97,7 +97,7 @@ def gamma_one(rank: int, world: int) -> dict[str, Any]:
     """Return what an engine around gamma = 1 holds that the plain wrapper does not."""
     found: dict[str, Any] = {}
     for stage in (0, 1, 2, 3):
-        engine = build(replace(PLAIN, stage=stage, arguments={"gamma": 1.0}), world)
+        engine = build(replace(PLAIN, optimizer="VRAdamW", stage=stage, arguments={"gamma": 1.0}), world)
         observer = engine.basic_optimizer.observer
         found[f"stage {stage}"] = {
             "class": type(engine.optimizer).__module__.split(".")[0],
@@ -110,6 +110,32 @@ def gamma_one(rank: int, world: int) -> dict[str, Any]:
             {key for state in engine.basic_optimizer.state.values() for key in state}
         )
         engine.destroy()
+    return found
+
+
+def mean_alone(rank: int, world: int) -> dict[int, Any]:
+    """Return what the exchange of LAMB holds, and what came of the weights with it and with VRLAMB at gamma = 1."""
+    found: dict[int, Any] = {}
+    for stage in (1, 2, 3):
+        weights = []
+        for case in (
+            replace(PLAIN, optimizer="LAMB", stage=stage, dtype="bf16"),
+            replace(PLAIN, stage=stage, dtype="bf16", arguments={"gamma": 1.0}),
+        ):
+            engine = build(case, world)
+            observer = engine.basic_optimizer.observer
+            train_one_window(engine, case, rank, world)
+            held = [observer.moments(tensor) for tensor in observer.tensors]
+            engine.step()
+            weights.append([tensor.detach().clone() for tensor in observer.tensors])
+            found[stage] = {
+                "fused": is_fused(engine),
+                "sums": sum(moments.total.numel() for moments in held),
+                "squares": sum(moments.m2.numel() for moments in held),
+                "collective for hooks": observer._moments.before_first_bucket is not None,
+            }
+            engine.destroy()
+        found[stage]["alike"] = all(torch.equal(*pair) for pair in zip(*weights, strict=True))
     return found
 
 
@@ -198,6 +224,7 @@ def everything(rank: int, world: int) -> dict[str, Any]:
     return {
         "mode": chosen_mode(rank, world),
         "gamma": gamma_one(rank, world),
+        "mean": mean_alone(rank, world),
         "readers": readers(rank, world),
         "odd": odd_windows(rank, world),
     }
@@ -231,6 +258,13 @@ def test_gamma_one_installs_nothing(found: dict[str, Any], stage: int) -> None:
     assert held["hooks"] == 0
     assert held["moments"] is None
     assert held["state"] == ["exp_avg", "exp_avg_sq", "step"]
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_lamb_takes_the_mean_alone_from_the_exchange(found: dict[str, Any], stage: int) -> None:
+    held = found["mean"][stage]
+    assert held.pop("sums") > 0
+    assert held == {"fused": True, "squares": 0, "collective for hooks": False, "alike": True}
 
 
 @pytest.mark.parametrize("name", ["stage 1, fp32", "stage 2, fp32", "stage 2, bf16", "stage 3, fp32", "stage 3, bf16"])
