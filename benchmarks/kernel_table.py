@@ -145,7 +145,11 @@ KERNELS = (
         16 + 8,
         _on_shard(lambda s: s.call("momentum_step", s.momentum(*s.moments(averages=False)), 0, trust=True)),
     ),
-    Kernel("VRMomentum", 16 + 8, _on_shard(lambda s: s.call("momentum_step", s.momentum(*s.moments(averages=False)), 2))),
+    Kernel(
+        "VRMomentum",
+        16 + 8,
+        _on_shard(lambda s: s.call("momentum_step", s.momentum(*s.moments(averages=False)), 2)),
+    ),
     # Read weights, gradient, two moments; write weights and two moments.
     Kernel("torch fused AdamW", 16 + 12, _torch_adamw, needs_gpu=False),
 )

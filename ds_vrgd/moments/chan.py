@@ -22,7 +22,7 @@ class Moments(NamedTuple):
     Attributes:
         total: ``parts`` times the mean over the chunks, ``(n,)``, fp32 or wider. Under ZeRO it is the sum over the
             micro-batches of the mean over the ranks, which is the gradient that a step takes.
-        m2: centred sum of squares over the chunks, same shape and dtype; without elements where the mean alone is wanted.
+        m2: centred sum of squares over the chunks, same shape and dtype; ``(0,)`` where the mean alone is wanted.
         parts: the divisor of ``total``.
     """
 
@@ -113,7 +113,7 @@ def merge_chunks_(
     Args:
         received: ``(k, n)``, any floating dtype; row d is the gradient of chunk d. Rows are summed in their order.
         total: ``(n,)``, sum over the micro-batches so far of the mean over their k chunks; fp32 (fp64 for fp64 chunks).
-        m2: ``(n,)``, centred sum of squares over all ``parts * k`` chunks so far; same dtype. ``(0,)`` for the mean alone.
+        m2: ``(n,)``, centred sum of squares over all ``parts * k`` chunks so far; same dtype; or ``(0,)``.
         parts: micro-batches merged so far. 0 overwrites ``total`` and ``m2`` without reading them, as in
             :func:`merge_chunk_of_each_`.
         out: ``(n,)``, overwritten with the sum of the k chunks over ``divisor``; of ``total``'s dtype.

@@ -55,9 +55,10 @@ class ShardedMoments:
     from wait for it where a buffer has not been sent yet, and whoever reads moments waits in :meth:`finish`: the last
     exchange of a micro-batch overlaps the forward pass of the next.
 
-    Memory: 8 bytes per element of the shard (4 for the mean alone) from a window's first bucket to :meth:`reset`. Until :meth:`detach`, a few
-    buffers of a bucket in the wire dtype: ``in_flight + 1`` to send (with copies, more where gradients finish far out
-    of order), and ``in_flight`` to receive, each as large as the largest region of this rank times the ranks.
+    Memory: 8 bytes per element of the shard, 4 for the mean alone, from a window's first bucket to :meth:`reset`. Until
+    :meth:`detach`, a few buffers of a bucket in the wire dtype: ``in_flight + 1`` to send (with copies, more where
+    gradients finish far out of order), and ``in_flight`` to receive, each as large as the largest region of this rank
+    times the ranks.
 
     Args:
         routes: one per parameter, in the order in which the gradients are expected.

@@ -155,13 +155,14 @@ class NodeStore(ShardStore):
         """Begin the exchange of a bucket's moments; what arrives is ``(nodes, own)`` each."""
         nodes = self._groups.nodes
         column, own = self._column(bucket), bucket.regions[self._groups.rank]
-        moments = self._columns[bucket]
-        totals, m2s = (moment.new_empty(nodes, size) for moment, size in zip(moments, (own, own * self._variance)))
+        held = self._columns[bucket]
+        totals, m2s = held[0].new_empty(nodes, own), held[1].new_empty(nodes, own * self._variance)
+        travelling = list(zip((totals, m2s), held, strict=True))[: 1 + self._variance]
         works = [
             torch.distributed.all_to_all_single(
                 received.view(-1), moment, [own] * nodes, column, group=self._groups.across, async_op=True
             )
-            for received, moment in zip((totals, m2s)[: 1 + self._variance], moments)
+            for received, moment in travelling
         ]
         return bucket, (totals, m2s), works
 

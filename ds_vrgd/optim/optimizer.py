@@ -230,7 +230,8 @@ class VROptimizer(Rule, torch.optim.Optimizer):
         if self.counts_steps and "step" not in shard.state:
             shard.keep("step", torch.tensor(0.0))
         keys = self.state_keys(shard.group)
-        if self.averages_ratio and AVERAGE not in shard.state and shard.group["gamma"] < 1.0 and not shard.state["step"]:
+        averages = self.averages_ratio and shard.group["gamma"] < 1.0
+        if averages and AVERAGE not in shard.state and not shard.state["step"]:
             keys = (*keys, AVERAGE)
         for key in keys:
             if key not in shard.state:

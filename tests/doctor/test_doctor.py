@@ -128,7 +128,7 @@ def test_shipped_baseline_has_nothing_to_check() -> None:
         ("plain", "DeepSpeedZeroOptimizer", 'fused: reduction="auto"'),
         ("stage 0", "none: the optimizer has the model's own parameters", "observe: zero_optimization.stage=0"),
         ("stage 3, bf16, offload", "DeepSpeedZeroOptimizer_Stage3", "observe: zero_optimization.offload_optimizer"),
-        ("LAMB, fp16", "DeepSpeedZeroOptimizer", "fused: reduction=\"auto\""),
+        ("LAMB, fp16", "DeepSpeedZeroOptimizer", 'fused: reduction="auto"'),
         ("autocast at stage 3", "DeepSpeedZeroOptimizer_Stage3", 'fused: reduction="auto"'),
         ("own model", "DeepSpeedZeroOptimizer", 'fused: reduction="auto"'),
     ],

@@ -65,10 +65,11 @@ def _description(engine: Engine, observer: EngineObserver) -> str:
     layers = [layer for tensor in observer.tensors for layer in observer.layout(tensor).layers]
     gsnr = "" if any(group["gamma"] < 1.0 for group in engine.basic_optimizer.param_groups) else "GSNR off, "
     mode = "DeepSpeed's mean" if observer.mode == "off" else f"{observer.mode} mode"
+    sizes = f"{len(layers)} layers, {sum(layer.numel for layer in layers):,} parameters"
     where = " on the first pipeline stage" if isinstance(engine, PipelineEngine) else ""
     return (
-        f"{k}; DeepSpeed ZeRO-{engine.zero_optimization_stage()} ({type(engine.optimizer).__name__}), "
-        f"{gsnr}{mode} ({observer.why}); {len(layers)} layers, {sum(layer.numel for layer in layers):,} parameters{where}"
+        f"{k}; DeepSpeed ZeRO-{engine.zero_optimization_stage()} ({type(engine.optimizer).__name__}), {gsnr}{mode} "
+        f"({observer.why}); {sizes}{where}"
     )
 
 

@@ -68,9 +68,7 @@ def build_exchange(
     params = [route.param for route in routes]
 
     def sharded(routes: Sequence[Route], norms: ChunkNorms | None) -> ShardedMoments:
-        return ShardedMoments(
-            routes, group, bucket, nodes=nodes, norms=norms, sequences=sequences, variance=variance
-        )
+        return ShardedMoments(routes, group, bucket, nodes=nodes, norms=norms, sequences=sequences, variance=variance)
 
     if tied:
         copied: dict[Tensor, CopiedMoments] = {}

@@ -57,8 +57,8 @@ READING = f"""
 Two ranks, 1 and 4 micro-batches, VRLAMB, VRSGD and LAMB, with all settings of [EXACTNESS.md](EXACTNESS.md) that two
 ranks run. A cell is the worst norm-wise error of the fp32 (master) weights after 5 steps; the bound is
 {OF_WEIGHTS:.0e}. Where DeepSpeed clips by the norm of its own, rounded mean, the bound is {OF_DISTANCE:.0e} of the
-distance moved, and the case is not in the figure. LAMB (gamma = 1) takes the mean that DeepSpeed hands over: in bf16
-and fp16 the reference is given that mean, and it must itself be within {OF_MEAN:.0e} of the mean of the chunks.
+distance moved, and the case is not in the figure. Where LAMB (gamma = 1) takes the mean that DeepSpeed hands over,
+the reference is given that mean in bf16 and fp16, and it must itself be within {OF_MEAN:.0e} of the mean of the chunks.
 
 `wrong n/m`: n of m cases are over the bound or end in an error, so the release is not supported. They are listed below,
 with what was measured. No release but those in EXACTNESS.md and RESULTS.md was run on GPUs.

@@ -51,6 +51,11 @@ def cases() -> Iterator[tuple[str, Case, bool]]:
                 more = "-group with gamma 1" if of_vectors else ""
                 yield f"{identify(case)}-no norm{more}-{reduction}-{policy}", case, False
 
+    for stage in (1, 2, 3):  # the mean alone
+        for optimizer, arguments in (("LAMB", {}), ("VRLAMB", {"gamma": 1.0})):
+            case = Case(optimizer, stage, "bf16", ACCUMULATION, arguments=arguments)
+            yield f"{identify(case)}-skip", case, False
+
 
 def everything_of(engine: Any) -> dict[str, Tensor]:
     """Return copies of the weights, the masters and the optimizer's state; padding may hold anything, so as numbers."""

@@ -315,7 +315,8 @@ def test_the_start_says_what_happens_in_one_line(errors: dict[str, str]) -> None
     )
     assert errors["announced LAMB"] == (
         "LAMB: k = 2 (1 rank x 2 micro-batches); DeepSpeed ZeRO-0 (LAMB), GSNR off, DeepSpeed's mean "
-        "(zero_optimization.stage=0 keeps whole gradients on every rank. Use stage 1, 2 or 3); 9 layers, 1,715 parameters"
+        "(zero_optimization.stage=0 keeps whole gradients on every rank. Use stage 1, 2 or 3); 9 layers, 1,715 "
+        "parameters"
     )
 
 

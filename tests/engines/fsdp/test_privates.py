@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
+from ds_vrgd.moments import local
 from tests.support.ranks import DEVICE, run_on_ranks
 
 PUBLIC = {
@@ -62,6 +63,10 @@ def seen(rank: int) -> dict[str, Any]:
     layer(torch.ones(2, 3, device=DEVICE)).sum().backward()
     found["calls"] = recorder.calls
     found["kept in fp32"] = bool((layer.weight.grad.to_local() == 1.0 + 2.0**-20).all())  # type: ignore[union-attr, operator]
+    parts = [(local(weight), weight.to_local()) for weight in (layer.weight, layer.weight.grad)]  # type: ignore[operator, union-attr]
+    found["parts"] = [
+        (part.data_ptr() == theirs.data_ptr(), part.shape == theirs.shape, part.requires_grad) for part, theirs in parts
+    ]
     return found
 
 
@@ -93,6 +98,13 @@ def test_public_methods(name: str) -> None:
 def test_what_a_unit_is_read_from(found: list[dict[str, Any]], name: str, right: Any) -> None:
     for of_rank in found:
         assert of_rank[name] == right, f"FSDPParamGroup has changed ({name}): ds_vrgd/engines/fsdp/units.py"
+
+
+def test_a_part_of_a_dtensor_is_what_to_local_returns(found: list[dict[str, Any]]) -> None:
+    for of_rank in found:
+        assert of_rank["parts"] == [(True, True, False)] * 2, (
+            "DTensor._local_tensor is another: moments/layout.py, local"
+        )
 
 
 def test_how_the_communication_is_called(found: list[dict[str, Any]]) -> None:
