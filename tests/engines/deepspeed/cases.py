@@ -93,6 +93,11 @@ def variants() -> Iterator[tuple[int, str, Case]]:
         if stage > 0:
             case = Case(optimizer, stage, dtype, 2, accum_dtype, reduction=reduction, ranks_per_node=2)
             yield 4, identify(case, "two_nodes"), case
+    for optimizer, stage in product(("LAMB", "LARS"), (2, 3)):  # the mean alone, and DeepSpeed's
+        case = Case(optimizer, stage, "bf16", 2, ranks_per_node=2)
+        yield 4, identify(case, "two_nodes"), case
+        case = Case(optimizer, stage, "bf16", 2, reduction="observe")
+        yield 2, identify(case), case
     for stage, checkpointing in product((0, 1, 2, 3), ("reentrant", "non-reentrant")):
         case = replace(BASE, stage=stage, checkpointing=checkpointing)
         yield 2, identify(case, checkpointing), case

@@ -37,18 +37,22 @@ Where DeepSpeed allows it, and so at stages 1 to 3 but for one wrapper, the opti
 only inside groups of two ranks and moments between them.
 
 In bf16 and fp16 a VR optimizer takes the mean from the chunks, summed in fp32, and not DeepSpeed's own, which is
-rounded to the model's dtype: hence the figures of fp32. LARS and LAMB (gamma = 1) observe nothing and take
-DeepSpeed's mean; in half precision their reference is given that mean, so the figure is the error of the optimizer
-alone.
+rounded to the model's dtype: hence the figures of fp32. So do LARS and LAMB in fused mode, where the exchange serves
+the mean alone. Elsewhere (stage 0, CPU offload, stage 1 with fp32 accumulation of bf16 weights, pipelines, experts,
+`reduction="observe"`) they take DeepSpeed's mean, and their reference is given that mean in half precision, so the
+figure is the error of the optimizer alone.
 
 ### LARS, LAMB and gamma = 1 in 16 bits
 
-Against the chunks' own mean, DeepSpeed's rounding shows: after 5 steps LAMB and LARS in bf16 are off by 6e-4 to 1.1e-2
-of the distance that the weights moved, and in fp16 by 7e-5 to 4.7e-3 (the doctor's model, 2 and 3 ranks, 1 and 4
-micro-batches, stages 0 to 2). On a step at which fp16's loss scale grows DeepSpeed halves the gradient besides. With
-fp32 weights nothing is rounded; settings that would round there are refused. With gamma = 1 the update is bitwise that
-of torch's optimizer in the same engine, except for stage 0 in bf16: there DeepSpeed lets torch's optimizer take a real
-step, with decay, while the engine is built, and ours allocates its state without one.
+Where LARS and LAMB take DeepSpeed's mean, its rounding shows against the chunks' own: after 5 steps they are off by
+6e-4 to 1.1e-2 of the distance that the weights moved in bf16, and by 7e-5 to 4.7e-3 in fp16 (the doctor's model, 2 and
+3 ranks, 1 and 4 micro-batches, stages 0 to 2). On a step at which fp16's loss scale grows DeepSpeed halves the
+gradient besides. With fp32 weights nothing is rounded; settings that would round there are refused.
+
+`VRLARS` and `VRLAMB` with gamma = 1 are `LARS` and `LAMB`, bit for bit. The other optimizers with gamma = 1 leave
+DeepSpeed's reduction alone, and their update is bitwise that of torch's optimizer in the same engine, except for stage
+0 in bf16: there DeepSpeed lets torch's optimizer take a real step, with decay, while the engine is built, and ours
+allocates its state without one.
 
 ### What users do between backward and step
 
