@@ -144,7 +144,7 @@ class ShardedMoments:
             raise RuntimeError(
                 f"the gradient of '{name}' arrived twice in one backward pass, the second time after its exchange. "
                 "This is what a weight shared between reentrant checkpoint segments does: set use_reentrant=False in "
-                "the activation checkpointing, or gamma=1.0 for its param group."
+                'the activation checkpointing, or gamma=1.0 for its param group together with reduction="observe".'
             )
         filling = self._filling.get(index)
         if filling is None:

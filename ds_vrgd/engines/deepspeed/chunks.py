@@ -137,7 +137,8 @@ class Chunks:
                 "a second backward pass between two calls of engine.step() brought a gradient of "
                 f"'{self._name_of(param)}', but the two passes are one chunk and the first pass's gradients have been "
                 "exchanged. Add the losses and call engine.backward() once, announce the second pass with "
-                "engine.backward(first_loss, retain_graph=True), or call engine.step() after each micro-batch."
+                "engine.backward(first_loss, retain_graph=True), or call engine.step() after each micro-batch. LARS "
+                'and LAMB need no exchange: reduction="observe" leaves DeepSpeed\'s reduction.'
             )
         if not self.is_open:
             self.is_open = True
