@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Mapping
-from pathlib import Path
 from typing import ClassVar
 
 import deepspeed
@@ -16,7 +15,6 @@ from tests.engines.deepspeed.cases import ACCUMULATIONS, ENGINES, LEFT_OUT, WORL
 from tests.support.trajectory import Case, Result
 
 COMMAND = "make test-full PYTEST_ARGS='tests/engines/deepspeed/test_exactness.py --write-exactness'"
-FSDP2 = "## FSDP2\n"
 #: A slow case, in a run without the slow tests.
 NOT_RUN = "not run"
 
@@ -158,9 +156,8 @@ class ExactnessTable:
             lines.append(f"| {note} | {case.optimizer} | {split} | {case.stage} | {dtype} | {cells[0]} | {cells[1]} |")
         return lines
 
-    def write(self, path: Path) -> None:
-        """Write the document except for its last section, which ``tests/engines/fsdp/test_exactness.py`` writes."""
-        of_fsdp = path.read_text(encoding="utf-8").partition(FSDP2)[2]
+    def page(self) -> str:
+        """Return DeepSpeed's part of the document."""
         python = platform.python_version()
         versions = f"Python {python}, torch {torch.__version__}, DeepSpeed {deepspeed.__version__}, CPU, gloo"
         left_out = [f"- {what}: {why}" for what, why in LEFT_OUT.items()]
@@ -171,7 +168,6 @@ class ExactnessTable:
             "\n".join(self.matrix()),
             "\nLeft out:\n\n" + "\n".join(left_out) + "\n",
             INVARIANCE,
-            "\n".join(self.variants()) + "\n",
-            FSDP2 + of_fsdp,
+            "\n".join(self.variants()),
         ]
-        path.write_text("\n".join(parts), encoding="utf-8")
+        return "\n".join(parts)

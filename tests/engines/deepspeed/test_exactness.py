@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
 from tests.engines.deepspeed.cases import BASE, NEUTRAL, WORLDS, all_cases, identify, is_slow, variants
 from tests.engines.deepspeed.conftest import Outcomes
-from tests.engines.deepspeed.table import FSDP2, NOT_RUN, ExactnessTable
+from tests.engines.deepspeed.table import NOT_RUN, ExactnessTable
+from tests.support import exactness
 from tests.support.trajectory import Case, Result
 
 # Norm-wise after 5 steps in fp32, and for fp32 masters given the same half-precision chunk gradients.
@@ -124,14 +124,13 @@ def test_table_is_complete_and_written_on_request(outcomes: Outcomes, pytestconf
     table = ExactnessTable(outcomes)
     assert not [line for line in table.matrix() + table.variants() if "FAILED" in line or NOT_RUN in line]
     assert len(table.variants()) == 2 + len(list(variants()))
-    document = Path(pytestconfig.rootpath, "docs", "EXACTNESS.md")
     if pytestconfig.getoption("--write-exactness"):
-        table.write(document)
+        exactness.write(table.page())
 
 
 @needs_three_ranks
-def test_document_lists_every_case(pytestconfig: pytest.Config) -> None:
-    document = Path(pytestconfig.rootpath, "docs", "EXACTNESS.md").read_text(encoding="utf-8").partition(FSDP2)[0]
+def test_document_lists_every_case() -> None:
+    document = exactness.parts()[exactness.DEEPSPEED]
     kept = [what_was_run(line) for line in document.splitlines() if line.startswith("| ")]
     table = ExactnessTable({})
     fresh = [what_was_run(line) for line in table.matrix() + table.variants()]

@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
+import platform
+from collections.abc import Mapping
 from dataclasses import replace
 
 import pytest
+import torch
 
 from ds_vrgd.optim import OPTIMIZERS
 from tests.engines.megatron.cases import Case
 from tests.engines.megatron.ranks import on_ranks
+from tests.support import exactness
 
 # As for the other engines: norm-wise after 5 steps, given the chunk gradients in the dtype of the buffers.
 OF_WEIGHTS = 8e-7
 OF_NOISE = 1e-6
+
+COMMAND = "make test-full PYTEST_ARGS='tests/engines/megatron/test_exactness.py --write-exactness'"
+PREFACE = """
+A GPT of Megatron-Core's own classes through `ds_vrgd.megatron.get_optimizer`, with the distributed optimizer unless a
+row says "unsharded". A chunk is what a data-parallel rank has accumulated in its gradient buffer, and the reference is
+given the buffers' contents. The number after the dtype is that of accumulated micro-batches. Ranks that are not TP or
+PP are data-parallel. `-` stands for k = 1, which is refused.
+"""
 
 OVERLAP = {"overlap_grad_reduce": True}
 FP32_BUFFERS = {"grad_reduce_in_fp32": True}
@@ -106,6 +118,34 @@ def test_two_ranks_follow_the_reference(of_two: dict[str, object], name: str) ->
 @pytest.fixture(scope="module")
 def of_four() -> dict[str, object]:
     return on_ranks(4, "training.run_cases", FOUR_RANKS)[-1]  # type: ignore[no-any-return]
+
+
+def section(outcomes: Mapping[str, object]) -> str:
+    """Return a section of docs/EXACTNESS.md."""
+    versions = f"Python {platform.python_version()}, torch {torch.__version__}, Megatron-Core 0.16.1, CPU, gloo"
+    lines = [exactness.MEGATRON + PREFACE, f"Measured with {versions}:\n\n    {COMMAND}\n"]
+    lines += ["| configuration | ranks | of the weights |", "| --- | --- | --- |"]
+    for ranks, cases in ((2, TWO_RANKS), (4, FOUR_RANKS)):
+        for name in cases:
+            error = getattr(outcomes.get(name), "of_weights", None)
+            refused = isinstance(outcomes.get(name), str) and "k = 1" in str(outcomes[name])
+            lines.append(f"| {name} | {ranks} | {'-' if refused else 'FAILED' if error is None else f'{error:.1e}'} |")
+    return "\n".join([*lines, ""])
+
+
+@pytest.mark.slow
+def test_section_is_complete_and_written_on_request(
+    of_two: dict[str, object], of_four: dict[str, object], pytestconfig: pytest.Config
+) -> None:
+    written = section(of_two | of_four)
+    assert "FAILED" not in written
+    if pytestconfig.getoption("--write-exactness"):
+        exactness.write(written)
+
+
+def test_section_lists_every_case() -> None:
+    kept, fresh = exactness.rows(exactness.parts()[exactness.MEGATRON]), exactness.rows(section({}))
+    assert kept == fresh, f"docs/EXACTNESS.md lists other cases: {COMMAND}"
 
 
 @pytest.mark.slow
