@@ -50,6 +50,7 @@ class UnitExchange:
         self._before = unit.communication
         self._reduced_unused = unit.reduce_unused(True)
         self._alone: tuple[Tensor, Any] | None = None
+        self._result: Tensor | None = None
         self._allocated = 0
         unit.module.set_custom_reduce_scatter(self)  # type: ignore[arg-type]
 
@@ -73,6 +74,8 @@ class UnitExchange:
         self._allocated = 0
         # The result is not rounded to the dtype of the wire: FSDP2 casts it to the parameters', or leaves it.
         result = torch.empty(*size, dtype=torch.promote_types(dtype, torch.float32), device=device)
+        if self.parts == 0:
+            self._result = result
         if self.unit.ranks == 1:  # FSDP2 copies the buffer there, and calls nobody
             self._alone = result, torch.accelerator.current_stream() if device.type != "cpu" else None
             if (reduces := self._reduces()) is not None:
@@ -147,6 +150,13 @@ class UnitExchange:
             )
         return where
 
+    def as_one(self, grads: list[Tensor]) -> list[Tensor]:
+        """Return the buffer that ``grads`` are views of, if they are all that FSDP2 has made of it; else ``grads``."""
+        buffer, trained = self._result, sum(param.requires_grad for param in self.unit.params)
+        if buffer is None or len(grads) < trained:
+            return grads
+        return [buffer] if all(grad.untyped_storage().data_ptr() == buffer.data_ptr() for grad in grads) else grads
+
     # -- what the program throws away ---------------------------------------------------------------------------------
 
     def note_versions(self) -> None:
@@ -210,7 +220,7 @@ class UnitExchange:
 
     def reset(self) -> None:
         """Begin the next window."""
-        self._held, self.parts, self._allocated, self._alone = None, 0, 0, None
+        self._held, self.parts, self._allocated, self._alone, self._result = None, 0, 0, None, None
         self._versions.clear()
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ds_vrgd.engines.fsdp.exchange import UnitExchange
 from ds_vrgd.engines.fsdp.units import units_of
 from ds_vrgd.engines.patches import Patches
-from ds_vrgd.moments import Moments, Ranks, ShardLayout, is_dtensor
+from ds_vrgd.moments import Moments, Ranks, ShardLayout, is_dtensor, local
 from ds_vrgd.optim import VROptimizer, checks, world
 from ds_vrgd.optim.observer import BadGradient
 from ds_vrgd.optim.plain import GradientObserver
@@ -203,6 +203,19 @@ class FSDPObserver(GradientObserver):
             for exchange in self._all:
                 exchange.finish(self._parts)
         return self._parts * self._units[0].ranks * self._units[0].replicas
+
+    def has_bad(self, tensors: Sequence[Tensor]) -> bool:
+        """Return the verdict on all ranks' chunks and on what is in ``.grad``. A collective of all ranks."""
+        found: dict[UnitExchange | None, list[Tensor]] = {}
+        for tensor in tensors:
+            if tensor.grad is not None:
+                found.setdefault(self._exchanges.get(tensor), []).append(local(tensor.grad))
+        grads = [
+            grad
+            for exchange, of_unit in found.items()
+            for grad in (of_unit if exchange is None else exchange.as_one(of_unit))
+        ]
+        return checks.any_rank_has_bad(self._norms, grads, world.group(), self.ranks.device or grads[0].device)
 
     def bad_gradients(self) -> list[BadGradient]:
         """Return the bad gradients of all ranks. A collective.

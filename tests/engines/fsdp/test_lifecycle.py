@@ -194,6 +194,33 @@ def nonfinite(policy: str) -> dict[str, Any]:
     return {"raised": raised, "unchanged": unchanged, "moved": moved, "overflow": optimizer.overflow, "log": log.lines}
 
 
+def spoiled_later() -> dict[str, tuple[bool, bool, int]]:
+    """A NaN that the program writes to ``.grad`` on one rank: was the step left out, and how many tensors were read?"""
+    found = {}
+
+    def in_place(param: Any) -> None:
+        param.grad.to_local().view(-1)[:1].fill_(float("nan"))
+
+    def anew(param: Any) -> None:
+        param.grad = param.grad.clone()
+        in_place(param)
+
+    for name, act in {"": None, "in place": in_place, "in another tensor": anew}.items():
+        model, optimizer = build(CASE)
+        window(CASE, model, 0)
+        if act is not None and dist.get_rank() == 1:
+            act(model.up.weight)
+        before = full(model)
+        exchange = optimizer.observer._exchanges[model.up.weight]
+        grads = [param.grad.to_local() for param in exchange.unit.params]
+        read = len(exchange.as_one(grads))
+        optimizer.step()
+        found[name] = (
+            all(torch.equal(before[key], weight) for key, weight in full(model).items()), optimizer.overflow, read,
+        )  # fmt: skip
+    return found
+
+
 def attached_again() -> dict[str, Any]:
     """A second optimizer over the same model: the first one's moments and hooks are gone."""
     model, first = build(CASE)
@@ -340,6 +367,7 @@ def everything(rank: int) -> dict[str, Any]:
         "some": some_set_to_none(),
         "twice": twice(),
         "nonfinite": {policy: nonfinite(policy) for policy in ("skip", "error")},
+        "spoiled later": spoiled_later(),
         "again": attached_again(),
         "plain": mean_of_plain(),
         "merging": told_of_merging(),
@@ -374,6 +402,15 @@ def test_zeros_that_were_written_by_hand_are_an_error(found: list[dict[str, Any]
 def test_a_module_that_runs_twice_is_refused(found: list[dict[str, Any]]) -> None:
     for of_rank in found:
         assert "FSDP2 reduces the gradients of 'inner' twice in one backward pass" in of_rank["twice"]
+
+
+def test_a_nan_that_the_program_writes_leaves_the_step_out(found: list[dict[str, Any]]) -> None:
+    for rank, of_rank in enumerate(found):
+        seen = of_rank["spoiled later"]
+        assert [verdict for *verdict, _ in seen.values()] == [[False, False], [True, True], [True, True]]
+        read = {name: count for name, (*_, count) in seen.items()}
+        assert read[""] == read["in place"] == 1, "the unit's gradients are not views of one buffer"
+        assert (read["in another tensor"] > 1) == (rank == 1)
 
 
 def test_a_nan_is_named_and_its_window_left_out(found: list[dict[str, Any]]) -> None:
