@@ -16,6 +16,7 @@ from ds_vrgd.noise import (
     NoiseScaleEstimate,
     NoiseScaleMeter,
     NoiseScaleUnknown,
+    clamped_by_noise,
     gsnr_stats,
     noise_scale,
 )
@@ -45,6 +46,7 @@ __all__ = [
     "VRMomentum",
     "__version__",
     "attach",
+    "clamped_by_noise",
     "gsnr_stats",
     "noise_scale",
 ]

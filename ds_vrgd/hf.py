@@ -145,10 +145,11 @@ class GSNRCallback(TrainerCallback):  # type: ignore[misc]
     ``log``. With experts spread over ranks (an expert-parallel size above 1) no rank knows the noise scale: it is left
     out, with a warning, and the layers are those of the rank that logs.
 
-    ``gsnr_mean_ratio``, ``gsnr_clamped_low`` and ``gsnr_clamped_high`` are means over the layers
-    (:class:`~ds_vrgd.LayerGSNR`), and ``gsnr_k`` is the number of chunks; all are of the last step. A skipped step, one
-    of a single chunk, and ``gamma=1`` log none of them. ``noise_scale_mean``, ``noise_scale_low`` and
-    ``noise_scale_high``, in samples, are those of :attr:`meter`, over all steps; infinite values are left out.
+    ``gsnr_mean_ratio``, ``gsnr_clamped_low``, ``gsnr_clamped_high``, ``gsnr_noise_low`` and ``gsnr_noise_high`` are
+    means over the layers (:class:`~ds_vrgd.LayerGSNR`), and ``gsnr_k`` is the number of chunks; all are of the last
+    step. A skipped step, one of a single chunk, and ``gamma=1`` log none of them, and up to k = 3 there is no
+    ``gsnr_noise``. ``noise_scale_mean``, ``noise_scale_low`` and ``noise_scale_high``, in samples, are those of
+    :attr:`meter`, over all steps; infinite values are left out.
 
     Attributes:
         meter: the :class:`~ds_vrgd.NoiseScaleMeter`, which also has the layers' noise scales. The Trainer's checkpoints
@@ -210,7 +211,8 @@ class GSNRCallback(TrainerCallback):  # type: ignore[misc]
         skipped = optimizer.overflow or self._trainer.accelerator.optimizer_step_was_skipped
         if optimizer.layer_statistics and not skipped:
             stats = gsnr_stats(optimizer)
-            record = {"gsnr_k": stats.k} | {f"gsnr_{name}": mean for name, mean in vars(stats.means()).items()}
+            means = {name: mean for name, mean in vars(stats.means()).items() if mean is not None}
+            record = {"gsnr_k": stats.k} | {f"gsnr_{name}": mean for name, mean in means.items()}
             if self._knows_noise:
                 found = self.meter.estimate()
                 averaged = {"mean": found.value, "low": found.low, "high": found.high}

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import astuple, dataclass
+from functools import lru_cache
 from statistics import NormalDist
 from typing import Any
 
@@ -34,11 +35,14 @@ class LayerGSNR:
         mean_ratio: mean over the layer of the raw ratio (equation 2), before it is normalised.
         clamped_low: fraction of the elements whose normalised ratio was raised to gamma.
         clamped_high: fraction whose normalised ratio was lowered to 1.
+        noise_low, noise_high: both fractions for pure noise (:func:`clamped_by_noise`); None up to k = 3.
     """
 
     mean_ratio: float
     clamped_low: float
     clamped_high: float
+    noise_low: float | None = None
+    noise_high: float | None = None
 
 
 @dataclass(frozen=True)
@@ -56,7 +60,41 @@ class GSNRStatistics:
     def means(self) -> LayerGSNR:
         """Return the means over the layers, whatever their size."""
         columns = zip(*map(astuple, self.layers.values()), strict=True)
-        return LayerGSNR(*(sum(column) / len(column) for column in columns))
+        means: list[Any] = [None if None in column else sum(column) / len(column) for column in columns]
+        return LayerGSNR(*means)
+
+
+def clamped_by_noise(k: int, gamma: float) -> tuple[float, float] | None:
+    """Return the fractions of the elements that are clamped to gamma and to 1 if the gradient is pure noise.
+
+    For independent normal chunks of mean zero the raw ratio is ``t^2 / (k - 1)``, with Student's t of ``k - 1`` degrees
+    of freedom. Its mean is ``1 / (k - 3)``, so the normalised ratio of a large layer is ``t^2 (k - 3) / (k - 1)``.
+    Source: Abramowitz and Stegun, 26.7.3 and 26.7.4, for the distribution of t.
+
+    Args:
+        k: number of chunks.
+        gamma: floor of the ratio.
+
+    Returns:
+        Two fractions in (0, 1); None where k is below 4, since the mean is infinite, or gamma is not in (0, 1).
+    """
+    if k < 4 or not 0.0 < gamma < 1.0:
+        return None
+    return _noise_below(gamma, k), 1.0 - _noise_below(1.0, k)
+
+
+@lru_cache(maxsize=64)
+def _noise_below(bound: float, k: int) -> float:
+    """Return the probability that the normalised ratio of pure noise is below ``bound``."""
+    angle = math.atan(math.sqrt(bound / (k - 3)))
+    odd = k % 2 == 0  # k - 1 degrees of freedom
+    cosine, total = math.cos(angle), 0.0
+    term = cosine if odd else 1.0
+    for power in range(odd, k - 2, 2):
+        total += term
+        term *= cosine**2 * (power + 1) / (power + 2)
+    total *= math.sin(angle)
+    return (angle + total) * 2.0 / math.pi if odd else total
 
 
 def find_optimizer(engine_or_optimizer: Any) -> VROptimizer:
@@ -103,7 +141,10 @@ def gsnr_stats(engine_or_optimizer: Any) -> GSNRStatistics:
         assert part.clamped_low is not None
         assert part.clamped_high is not None
         rows = torch.stack([part.mean_ratio, part.clamped_low, part.clamped_high], 1).tolist()
-        layers |= {part.table.names[index]: LayerGSNR(*rows[index]) for index in part.measured}
+        shares = [layer.share for layout in part.table.layouts for layer in layout.layers]
+        yardsticks = zip(shares, part.gamma.tolist(), strict=True)
+        noise = [clamped_by_noise(part.k // share, gamma) or () for share, gamma in yardsticks]
+        layers |= {part.table.names[index]: LayerGSNR(*rows[index], *noise[index]) for index in part.measured}
     return GSNRStatistics(measured[-1].k, layers)
 
 

@@ -14,8 +14,9 @@ from torch import Tensor, nn
 import ds_vrgd
 from ds_vrgd import gsnr
 from ds_vrgd.doctor.reference import normalized_ratio, raw_ratio
+from ds_vrgd.moments import Layer, LayerTable, ShardLayout
 from ds_vrgd.noise import RatioOfMeans, gradient_noise
-from ds_vrgd.optim import LAMB, VRLAMB, VRSGD, VROptimizer
+from ds_vrgd.optim import LAMB, VRLAMB, VRSGD, LayerStatistics, VROptimizer
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*estimates the GSNR from only k:UserWarning")
 
@@ -71,6 +72,71 @@ def test_equals_the_reference(cls: type[VROptimizer]) -> None:
         assert found.clamped_high == pytest.approx(float((normalized > 1.0).double().mean()), abs=1e-12)
         assert 0 < found.clamped_low < 1
         assert 0 < found.clamped_high < 1
+
+
+@pytest.mark.parametrize(
+    ("k", "low", "high"), [(8, 0.280, 0.275), (16, 0.261, 0.299), (32, 0.254, 0.309), (128, 0.249, 0.315)]
+)
+def test_shares_clamped_by_noise_are_those_of_a_simulation(k: int, low: float, high: float) -> None:
+    assert ds_vrgd.clamped_by_noise(k, 0.1) == pytest.approx((low, high), abs=1e-3)
+
+
+@pytest.mark.parametrize("k", [4, 5, 8, 33, 1000])
+@pytest.mark.parametrize("gamma", [0.05, 0.5])
+def test_shares_clamped_by_noise_are_integrals_of_students_density(k: int, gamma: float) -> None:
+    def within(bound: float) -> float:
+        t = torch.linspace(0.0, math.sqrt(bound * (k - 1) / (k - 3)), 20001, dtype=torch.float64)
+        return 2.0 * float(torch.trapezoid(torch.distributions.StudentT(t.new_tensor(k - 1.0)).log_prob(t).exp(), t))
+
+    assert ds_vrgd.clamped_by_noise(k, gamma) == pytest.approx((within(gamma), 1.0 - within(1.0)), abs=1e-8)
+
+
+@pytest.mark.parametrize(("k", "gamma"), [(1, 0.1), (2, 0.1), (3, 0.1), (8, 1.0)])
+def test_without_a_mean_or_without_gsnr_noise_has_no_shares(k: int, gamma: float) -> None:
+    assert ds_vrgd.clamped_by_noise(k, gamma) is None
+
+
+def test_pure_noise_has_the_shares_of_its_layers_gamma() -> None:
+    # a share of 100,000 elements has a standard deviation of 0.0015, with that of the layer's mean
+    generator = torch.Generator().manual_seed(3)
+    chunks = [[torch.randn(100_000, generator=generator) for _ in range(2)] for _ in range(8)]
+    gammas = {"one": 0.1, "two": 0.3}
+    params = {name: nn.Parameter(torch.ones(100_000)) for name in gammas}
+    optimizer = VRSGD([{"params": [(name, params[name])], "gamma": gammas[name]} for name in gammas], lr=0.0)
+    give(optimizer, chunks)
+    stats = ds_vrgd.gsnr_stats(optimizer)
+    for name, layer in stats.layers.items():
+        noise = (layer.noise_low, layer.noise_high)
+        assert noise == ds_vrgd.clamped_by_noise(8, gammas[name])
+        assert (layer.clamped_low, layer.clamped_high) == pytest.approx(noise, abs=0.006)
+        assert layer.mean_ratio == pytest.approx(1 / 5, rel=0.03)
+    lows = [ds_vrgd.clamped_by_noise(8, gamma)[0] for gamma in gammas.values()]  # type: ignore[index]
+    assert stats.means().noise_low == pytest.approx(sum(lows) / 2)
+
+
+def test_an_experts_noise_is_of_its_own_chunks() -> None:
+    layout = ShardLayout((Layer("expert", 3, share=2), Layer("dense", 3)), (), 0)
+    column = torch.ones(2)
+    gamma = torch.tensor([0.1, 0.1], dtype=torch.float64)
+    part = LayerStatistics(LayerTable([layout], torch.device("cpu")), 16, gamma, column, column, column, column, column)
+    optimizer = VRSGD([nn.Parameter(torch.ones(3))], lr=0.0)
+    optimizer.merge_statistics(lambda _: [part])
+    layers = ds_vrgd.gsnr_stats(optimizer).layers
+    for name, k in (("expert", 8), ("dense", 16)):
+        assert (layers[name].noise_low, layers[name].noise_high) == ds_vrgd.clamped_by_noise(k, 0.1)
+
+
+@pytest.mark.parametrize(("k", "numel", "bias"), [(5, 64, 0.017), (8, 64, 0.006), (8, 16, 0.028)])
+def test_bias_of_small_layers(k: int, numel: int, bias: float) -> None:
+    # The standard deviation of the mean over 20,000 layers is below 0.001.
+    chunks = torch.randn(k, 20_000, numel, generator=torch.Generator().manual_seed(4))
+    raw = gsnr.raw_ratio(chunks.mean(0), (chunks - chunks.mean(0)).square().sum(0), k, 1e-6)
+    ratio = gsnr.normalized_ratio(raw, raw.mean(1, keepdim=True))
+    found = [float((ratio < 0.1).double().mean()), float((ratio > 1.0).double().mean())]
+    noise = ds_vrgd.clamped_by_noise(k, 0.1)
+    assert noise is not None
+    worst = max(abs(share - of_noise) for share, of_noise in zip(found, noise, strict=True))
+    assert worst == pytest.approx(bias, abs=0.003)
 
 
 def test_only_the_last_step_counts() -> None:

@@ -39,11 +39,12 @@ class StageStatistics:
         A layer without a gradient has 0 everywhere. The number of chunks is that of the stages that have measured
         anything; the result is empty where none has.
         """
-        columns = torch.zeros(5, len(self._table.names) + 1, dtype=SUM_DTYPE, device=self._device)
+        columns = torch.zeros(6, len(self._table.names) + 1, dtype=SUM_DTYPE, device=self._device)
         for part in parts:
             assert part.clamped_low is not None
             assert part.clamped_high is not None
-            measured = (part.mean_ratio, part.square, part.variance, part.clamped_low, part.clamped_high)
+            gamma = part.gamma.to(self._device)
+            measured = (gamma, part.mean_ratio, part.square, part.variance, part.clamped_low, part.clamped_high)
             chosen = [(row, self._mine[name]) for row, name in enumerate(part.table.names) if name in self._mine]
             rows, targets = torch.tensor(chosen, dtype=torch.long, device=self._device).view(-1, 2).T
             columns[:, targets] = torch.stack(measured).to(columns)[:, rows]

@@ -218,6 +218,7 @@ class LayerStatistics:
     Attributes:
         table: names and sizes of the layers.
         k: number of chunks.
+        gamma: floor of the ratio, on any device.
         mean_ratio: mean of the raw ratio.
         square: sum of the squared mean gradient, without loss scale, and not divided by the accumulation steps
             (:meth:`Observer.unit`).
@@ -227,6 +228,7 @@ class LayerStatistics:
 
     table: LayerTable
     k: int
+    gamma: Tensor
     mean_ratio: Tensor
     square: Tensor
     variance: Tensor

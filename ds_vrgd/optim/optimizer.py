@@ -325,7 +325,7 @@ class VROptimizer(Rule, torch.optim.Optimizer):
             torch._foreach_add_([shard.state["step"] for shard in shards], torch.tensor(1.0))
         passes = passes_over(self, shards, table, moments, self._k)
         if moments:
-            passes.normalize(self._sum_statistics(table, *passes.ratio_sums()))
+            passes.normalize(self._sum_statistics(shards, table, *passes.ratio_sums()))
         trust = None
         if self.sums_layers:
             sums = passes.measure()
@@ -392,13 +392,17 @@ class VROptimizer(Rule, torch.optim.Optimizer):
 
     # -- sums over whole layers, wherever their elements are ----------------------------------------------------------
 
-    def _sum_statistics(self, table: LayerTable, raw: Tensor, square: Tensor, m2: Tensor) -> Tensor:
+    def _sum_statistics(
+        self, shards: Sequence[Shard], table: LayerTable, raw: Tensor, square: Tensor, m2: Tensor
+    ) -> Tensor:
         """Sum this rank's columns over the ranks, keep the statistics, and return what divides each layer's ratio."""
         columns = [(table, column) for column in (raw, square, m2 * table.shares / self._k)]
         raw_sum, square_sum, variance_sum = self._sum_over_ranks(columns)
         mean, divisor = gsnr.layer_mean(raw_sum, square_sum, table.numels)
         unit = self.observer.unit(self._k) ** 2
-        self._statistics.append(LayerStatistics(table, self._k, mean, square_sum * unit, variance_sum * unit))
+        gammas = [shard.group["gamma"] for shard in shards for _ in shard.layout.layers]
+        gamma = torch.tensor(gammas, dtype=torch.float64, device="cpu")
+        self._statistics.append(LayerStatistics(table, self._k, gamma, mean, square_sum * unit, variance_sum * unit))
         return divisor
 
     def table(self, shards: Sequence[Shard]) -> LayerTable:

@@ -105,6 +105,8 @@ def test_log_has_gsnr_beside_every_loss(outcome: Outcome) -> None:
         assert record["gsnr_k"] == 6
         assert 0.0 < record["gsnr_clamped_low"] < 1.0
         assert 0.0 < record["gsnr_clamped_high"] < 1.0
+        noise = (record["gsnr_noise_low"], record["gsnr_noise_high"])
+        assert noise == pytest.approx(ds_vrgd.clamped_by_noise(6, 0.1))
         assert record["gsnr_mean_ratio"] > 0.0
         assert record.get("noise_scale_low", 0.0) <= record.get("noise_scale_mean", math.inf)
     rates = [record["learning_rate"] for record in losses]

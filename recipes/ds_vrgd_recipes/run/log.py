@@ -37,7 +37,7 @@ Record = dict[str, Any]
 _HELD_OUT = "held_out_"
 # Of a whole run, as a picture has columns. BERT-large has 398 layers and 11 kB per record.
 _LAYER_RECORDS = 256
-_OF_RATIO = ("mean_ratio", "clamped_low", "clamped_high")
+_OF_RATIO = ("mean_ratio", "clamped_low", "clamped_high", "noise_low", "noise_high")
 
 
 class RunLog:
@@ -178,14 +178,16 @@ def has_records(output: Path) -> bool:
 def gsnr_record(engine: Any) -> Record | None:
     """Return GSNR and noise of the last update over all layers; None if it was skipped, or without GSNR.
 
-    ``k``, ``mean_ratio``, ``clamped_low`` and ``clamped_high`` (means over the layers, whatever their size), ``batch``
-    in samples, and ``noise_trace`` and ``noise_signal`` of this update alone
+    ``k``, ``mean_ratio``, ``clamped_low`` and ``clamped_high`` (means over the layers, whatever their size), from k = 4
+    ``noise_low`` and ``noise_high`` (both fractions for pure noise, :func:`~ds_vrgd.clamped_by_noise`), ``batch`` in
+    samples, and ``noise_trace`` and ``noise_signal`` of this update alone
     (:class:`~ds_vrgd.noise.GradientNoise`), unless experts are spread over ranks.
     """
     stats = _stats(engine)
     if stats is None:
         return None
-    record: Record = {"k": stats.k, **asdict(stats.means()), "batch": engine.train_batch_size()}
+    means = {name: mean for name, mean in asdict(stats.means()).items() if mean is not None}
+    record: Record = {"k": stats.k, **means, "batch": engine.train_batch_size()}
     try:
         noise = gradient_noise(engine)
     except NoiseScaleUnknown:

@@ -212,8 +212,11 @@ def _finite(value: float) -> float:
 
 
 def _clamped(axis: Any, history: History) -> None:
-    for name, label in (("clamped_low", "to gamma"), ("clamped_high", "to 1")):
-        _line(axis, _of_gsnr(history), name, label=label)
+    rows = _of_gsnr(history)
+    for colour, (end, label) in zip(COLOURS, (("low", "to gamma"), ("high", "to 1")), strict=False):
+        _line(axis, rows, f"clamped_{end}", color=colour, label=label)
+        if any(f"noise_{end}" in row for row in rows):  # not up to k = 3, nor in older logs
+            _line(axis, rows, f"noise_{end}", color=colour, linestyle="--", label=f"{label}, pure noise")
     axis.set_ylim(0, 1)
     axis.set_title("fraction of elements that is clamped")
     axis.legend()

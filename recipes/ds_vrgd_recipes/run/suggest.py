@@ -6,19 +6,54 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 
 from ds_vrgd.noise import CONFIDENCE, NoiseScale, RatioOfMeans
 from ds_vrgd.schedules import legw_warmup_ratio, square_root_scaled_lr
 from ds_vrgd_recipes.run.errors import InputError
-from ds_vrgd_recipes.run.log import noise_means, noise_scale_of, read_history
+from ds_vrgd_recipes.run.log import Record, noise_means, noise_scale_of, read_history
 
 # An interval whose ends differ by more decides between no two powers of two.
 WIDEST = 2.0
 _FEWEST = 16
+# The elements of a layer are correlated, so that its mean ratio is as uncertain as a smaller layer's, which lowers the
+# one share and raises the other: by 0.035 each in the demo's BERT, whose chunks had random signs and so no signal
+# (docs/BATCH_SIZE.md).
+_AS_NOISE = 0.05
 
 
 class TooUncertain(InputError):
     """The probe run was too short for advice. The message says how many more updates it takes."""
+
+
+@dataclass(frozen=True)
+class ClampedShares:
+    """The shares of the elements that were clamped, beside those of pure noise: means over the updates that count.
+
+    Attributes:
+        low, high: measured shares clamped to gamma and to 1, means over the layers.
+        noise_low, noise_high: both shares for pure noise (``ds_vrgd.clamped_by_noise``).
+        is_noise: whether both measured shares are those of pure noise within 0.05. None if they are, but the batch is
+            not below the noise scale: a signal that is spread normally over the elements gives the same shares.
+    """
+
+    low: float
+    high: float
+    noise_low: float
+    noise_high: float
+    is_noise: bool | None
+
+    def line(self) -> str:
+        """Return the shares and the verdict in words."""
+        verdict = {
+            True: "this ratio is noise",
+            False: "these are not the shares of noise",
+            None: "no verdict, since the batch is not below the noise scale, and a signal can have these shares too",
+        }[self.is_noise]
+        return (
+            f"{self.low:.3f} clamped to gamma and {self.high:.3f} to 1, pure noise {self.noise_low:.3f} and "
+            f"{self.noise_high:.3f} (compared within {_AS_NOISE:g}): {verdict}"
+        )
 
 
 @dataclass(frozen=True)
@@ -32,6 +67,7 @@ class Suggestion:
         probe_batch, probe_lr: global batch and peak learning rate of the probe.
         warmup: updates of its warm-up.
         batch, lr: what to try next.
+        clamped: None up to k = 3, and in the log of an older release.
     """
 
     noise_scale: NoiseScale
@@ -42,6 +78,7 @@ class Suggestion:
     warmup: int
     batch: int
     lr: float
+    clamped: ClampedShares | None
 
     def examples(self, batch: int) -> float:
         """Return the examples for the same progress, per the fewest that any batch needs: 1 + B / B_noise (eq. 2.7)."""
@@ -100,8 +137,10 @@ def suggest(output: Path) -> Suggestion:
     used = steady[half:] if drifted else steady
     means = noise_means(used, 1.0)
     found = noise_scale_of(means)
+    clamped = _clamped(used, below_noise_scale=batch < found.value)
     if not found.low > 0.0 or found.high / found.low > WIDEST:
-        raise TooUncertain(f"{output}: {_too_wide(found, means, len(used), batch)}")
+        of_ratio = f". GSNR: {clamped.line()}" if clamped else ""
+        raise TooUncertain(f"{output}: {_too_wide(found, means, len(used), batch)}{of_ratio}")
     return Suggestion(
         found,
         len(used),
@@ -111,7 +150,19 @@ def suggest(output: Path) -> Suggestion:
         warmup,
         _nearest(found.value, batch),
         square_root_scaled_lr(lr, batch, _nearest(found.value, batch)),
+        clamped,
     )
+
+
+def _clamped(updates: Sequence[Record], *, below_noise_scale: bool) -> ClampedShares | None:
+    rows = [record["gsnr"] for record in updates if {"noise_low", "noise_high"} <= record["gsnr"].keys()]
+    if not rows:
+        return None
+    low, high, noise_low, noise_high = (
+        fmean(row[name] for row in rows) for name in ("clamped_low", "clamped_high", "noise_low", "noise_high")
+    )
+    alike = max(abs(low - noise_low), abs(high - noise_high)) <= _AS_NOISE
+    return ClampedShares(low, high, noise_low, noise_high, (below_noise_scale or None) if alike else False)
 
 
 def _nearest(noise_scale: float, batch: int) -> int:
@@ -164,6 +215,7 @@ def lines(found: Suggestion, examples: int | None) -> Sequence[str]:
     text = [
         f"noise scale   {scale.value:.3g} samples ({scale.low:.3g} to {scale.high:.3g}, 95 %), over {found.counted} "
         "updates after the warm-up",
+        *([f"GSNR          {found.clamped.line()}"] if found.clamped else []),
         f"batch         {found.batch:,}, where the probe had {found.probe_batch:,}",
         f"learning rate {found.lr:.3g} at the peak: {found.probe_lr:.3g}, times the square root of "
         f"{found.batch / found.probe_batch:g}",

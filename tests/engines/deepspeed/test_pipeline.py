@@ -322,20 +322,24 @@ def test_a_batch_that_broke_off_is_not_trained_on(found: list[dict[str, Any]]) -
         assert "the batch before this one broke off" in of_rank["broken"]
 
 
-def measured_by(rank: int, stages: tuple[int, ...]) -> list[tuple[int, dict[str, float]]]:
-    """Return k and the mean ratio of every stage's layer, where some stages have had a gradient and others have not."""
+def measured_by(rank: int, stages: tuple[int, ...]) -> list[tuple[int, dict[str, list[float]]]]:
+    """Return k, and every stage's gamma and mean ratio, where some stages have had a gradient and others have not."""
     layer = Layer(f"of stage {rank}", 3)
     statistics = StageStatistics([layer], torch.distributed.group.WORLD, torch.device("cpu"))
-    columns = [torch.tensor([float(rank + 1)], dtype=torch.float64) for _ in range(5)]
+    gamma, *columns = [torch.tensor([value], dtype=torch.float64) for value in [0.1 * (rank + 1)] + 5 * [rank + 1.0]]
     table = LayerTable([ShardLayout((layer,), (), 0)], torch.device("cpu"))
-    parts = [LayerStatistics(table, 12, *columns)] if rank in stages else []
+    parts = [LayerStatistics(table, 12, gamma, *columns)] if rank in stages else []
     merged = statistics.merge(parts)
-    return [(part.k, dict(zip(part.table.names, part.mean_ratio.tolist(), strict=True))) for part in merged]
+    return [
+        (part.k, dict(zip(part.table.names, torch.stack([part.gamma, part.mean_ratio], 1).tolist(), strict=True)))
+        for part in merged
+    ]
 
 
 def test_statistics_where_a_stage_has_had_no_gradient_yet(found: list[dict[str, Any]]) -> None:
-    def of(*stages: int) -> list[tuple[int, dict[str, float]]]:
-        return [(12, {f"of stage {stage}": float(stage + 1) * (stage in stages) for stage in range(WORLD)})]
+    def of(*stages: int) -> list[tuple[int, dict[str, list[float]]]]:
+        measured = [[0.1 * (stage + 1), stage + 1.0] if stage in stages else [0.0, 0.0] for stage in range(WORLD)]
+        return [(12, {f"of stage {stage}": values for stage, values in enumerate(measured)})]
 
     for of_rank in found:
         assert of_rank["measured"] == [[], of(0), of(1, 3), of(0, 1, 2, 3)]

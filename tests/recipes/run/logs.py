@@ -8,6 +8,8 @@ from typing import Any
 
 import numpy as np
 
+# Of pure noise for k = 8 and gamma = 0.1, rounded.
+NOISE = {"noise_low": 0.281, "noise_high": 0.275}
 NAMES = [f"encoder.layer.{number}.weight" for number in range(12)]
 
 
@@ -30,8 +32,9 @@ def updates(
     first: int = 1,
     phase: int = 1,
     seed: int = 0,
+    clamped: dict[str, float] | None = None,
 ) -> list[dict[str, Any]]:
-    """Records of updates: the rate rises to ``lr`` and falls from there."""
+    """Records of updates: the rate rises to ``lr`` and falls from there. ``clamped`` replaces an old log's shares."""
     rng = np.random.default_rng(seed)
     scales = scale if isinstance(scale, list) else [scale] * count
     records = []
@@ -48,7 +51,7 @@ def updates(
                 "skipped": False,
                 "gsnr": {
                     "k": 8, "mean_ratio": 0.3, "clamped_low": 0.2, "clamped_high": 0.1, "batch": batch,
-                    "noise_trace": trace, "noise_signal": signal,
+                    "noise_trace": trace, "noise_signal": signal, **(clamped or {}),
                 },
             }
         )  # fmt: skip

@@ -54,9 +54,11 @@ def test_monitors_get_the_same_numbers(tmp_path: Path) -> None:
     monitor = Monitor()
     log = RunLog(tmp_path, 0, monitor, MONITORED)
     log.update(record(4))
+    log.update({**record(5), "gsnr": {**record(5)["gsnr"], "noise_low": 0.28}})
     log.evaluation(4, {"held_out_loss": 1.5, "unigram_entropy": 1.6})
     assert ("Train/loss", 0.5, 4) in monitor.events
     assert ("GSNR/clamped_low", 0.2, 4) in monitor.events
+    assert [event for event in monitor.events if event[0] == "GSNR/noise_low"] == [("GSNR/noise_low", 0.28, 5)]
     assert ("HeldOut/loss", 1.5, 4) in monitor.events
     assert not [name for name, _, _ in monitor.events if name.endswith("/k")]
 
@@ -97,15 +99,15 @@ def test_optimizers_without_gsnr_have_no_record() -> None:
 
 
 class Engine:
-    """What a log asks of an engine: 4 chunks of 2 samples, in which one layer has 4 elements and the other one 2."""
+    """What a log asks of an engine: chunks of 2 samples, in which one layer has 4 elements and the other one 2."""
 
-    def __init__(self) -> None:
+    def __init__(self, k: int = 4) -> None:
         generator = torch.Generator().manual_seed(1)
         params = [(name, torch.nn.Parameter(torch.ones(size))) for name, size in (("a", 4), ("b", 2))]
         self.optimizer = ds_vrgd.VRSGD(params, lr=0.0, gamma=0.2)
-        for _ in range(4):
+        for _ in range(k):
             for _, param in params:
-                ((1.0 + torch.randn(param.shape, generator=generator)) @ param / 4).backward()
+                ((1.0 + torch.randn(param.shape, generator=generator)) @ param / k).backward()
         self.optimizer.step()
         self.optimizer.overflow = False
 
@@ -124,6 +126,11 @@ def test_record_of_an_update_and_of_its_layers(tmp_path: Path) -> None:
     assert (found["k"], found["batch"]) == (4, 8)
     mean = sum(layer.mean_ratio for layer in stats.layers.values()) / 2
     assert found["mean_ratio"] == pytest.approx(mean)
+    assert (found["noise_low"], found["noise_high"]) == ds_vrgd.clamped_by_noise(4, 0.2)
+    few = gsnr_record(Engine(3))
+    assert few is not None
+    assert few["k"] == 3
+    assert not few.keys() & {"noise_low", "noise_high"}
     assert found["noise_trace"] / found["noise_signal"] == pytest.approx(ds_vrgd.noise_scale(engine))
     written = RunLog(tmp_path, 0, Monitor(), MONITORED)
     for step in range(1, 601):  # every third of 600 updates

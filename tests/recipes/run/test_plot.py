@@ -9,9 +9,9 @@ import pytest
 
 from ds_vrgd_cli import main
 from ds_vrgd_recipes.run.errors import InputError
-from ds_vrgd_recipes.run.log import noise_means, noise_scale_of, noise_scales, read_history
-from ds_vrgd_recipes.run.plot import plot
-from tests.recipes.run.logs import NAMES, layers, updates, write
+from ds_vrgd_recipes.run.log import History, noise_means, noise_scale_of, noise_scales, read_history
+from ds_vrgd_recipes.run.plot import COLOURS, _clamped, plot
+from tests.recipes.run.logs import NAMES, NOISE, layers, updates, write
 
 NAMED = {"step": 1, "layer_names": NAMES}
 EVALUATED = {"step": 40, "held_out_masked_lm_loss": 2.0, "unigram_entropy": 2.2, "held_out_accuracy": 0.4}
@@ -60,6 +60,25 @@ def test_picture_has_a_panel_for_what_was_logged(
         assert legend == ["mean over some 200 updates", "95% interval", "global batch"]
     if panels == 7:
         assert drawn[1].axes[0].get_title().startswith("GSNR by layer: ")
+
+
+@pytest.mark.parametrize("older", [0, 3, 8])  # updates of a release that did not log the shares of noise
+def test_shares_of_noise_are_dashed_in_the_colour_of_the_measured(older: int) -> None:
+    from matplotlib.figure import Figure
+
+    axis = Figure().subplots()
+    records = [*updates(older, 500.0), *updates(8 - older, 500.0, first=1 + older, clamped=NOISE)]
+    _clamped(axis, History(records, [], []))
+    drawn = [(line.get_linestyle(), line.get_color(), line.get_label(), line.get_ydata()) for line in axis.get_lines()]
+    low, high = [(*line[:3], list(line[3])) for line in drawn if line[0] == "-"]
+    assert low == ("-", COLOURS[0], "to gamma", 8 * [0.2])
+    assert high == ("-", COLOURS[1], "to 1", 8 * [0.1])
+    dashed = [(line[1], line[2], list(line[3])) for line in drawn if line[0] == "--"]
+    of_noise = [
+        (COLOURS[0], "to gamma, pure noise", (8 - older) * [NOISE["noise_low"]]),
+        (COLOURS[1], "to 1, pure noise", (8 - older) * [NOISE["noise_high"]]),
+    ]
+    assert dashed == (of_noise if older < 8 else [])
 
 
 def test_noise_scale_is_drawn_as_it_was_known_by_then() -> None:

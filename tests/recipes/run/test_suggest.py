@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
+import ds_vrgd
+from ds_vrgd.noise import gradient_noise
 from ds_vrgd_cli import main
 from ds_vrgd_recipes.run.errors import InputError
-from ds_vrgd_recipes.run.suggest import Suggestion, suggest
-from tests.recipes.run.logs import updates, write
+from ds_vrgd_recipes.run.suggest import Suggestion, lines, suggest
+from tests.recipes.run.logs import NOISE, updates, write
 
 
 def test_batch_and_rate_of_a_known_noise_scale(tmp_path: Path) -> None:
@@ -69,6 +75,77 @@ def test_what_cannot_be_judged_is_refused(tmp_path: Path) -> None:
         suggest(write(tmp_path, *updates(50, 500.0), *updates(50, 500.0, batch=128, warmup=0, first=51)))
 
 
+@pytest.mark.parametrize(
+    ("low", "high", "batch", "verdict"),
+    [
+        (0.246, 0.31, 64, "this ratio is noise"),
+        (0.22, 0.275, 64, "these are not the shares of noise"),
+        (0.281, 0.33, 64, "these are not the shares of noise"),
+        (0.246, 0.31, 1024, "no verdict, since the batch is not below the noise scale, and a signal can"),
+        (0.22, 0.275, 1024, "these are not the shares of noise"),
+    ],
+)
+def test_verdict_on_the_ratio(tmp_path: Path, low: float, high: float, batch: int, verdict: str) -> None:
+    clamped = {"clamped_low": low, "clamped_high": high, **NOISE}
+    found = suggest(write(tmp_path, *updates(300, 500.0, batch=batch, clamped=clamped)))
+    (line,) = (line for line in lines(found, None) if line.startswith("GSNR"))
+    shares = f"GSNR          {low:.3f} clamped to gamma and {high:.3f} to 1, pure noise 0.281 and 0.275"
+    assert line.startswith(f"{shares} (compared within 0.05): {verdict}")
+
+
+def regression(signs: bool, weight: torch.Tensor) -> list[dict[str, Any]]:
+    """Records of updates at weights of zero, whose true gradient is ``-2 weight``; random signs leave no signal."""
+    generator = torch.Generator().manual_seed(1)
+    layer = nn.Parameter(torch.zeros(len(weight)))
+    optimizer = ds_vrgd.VRSGD([layer], lr=0.0)
+    records = updates(40, 500.0, warmup=0)
+    for record in records:
+        for _ in range(8):
+            inputs = torch.randn(8, len(weight), generator=generator)
+            sign = 2.0 * torch.randint(2, (), generator=generator) - 1.0 if signs else 1.0
+            (sign / 8 * (inputs @ (layer - weight)).square().mean()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        noise = gradient_noise(optimizer, 8)
+        record["gsnr"] |= asdict(ds_vrgd.gsnr_stats(optimizer).means())
+        record["gsnr"] |= {"noise_trace": float(noise.trace.sum()), "noise_signal": float(noise.signal.sum())}
+    return records
+
+
+def test_verdict_on_gradients(tmp_path: Path) -> None:
+    # tr(Sigma) / |G|^2 is one more than the number of inputs: twice, and half of, the batch of 64.
+    normal, one = torch.randn(128, generator=torch.Generator().manual_seed(2)), torch.eye(32)[0]
+    with pytest.raises(InputError, match=r"this ratio is noise$"):
+        suggest(write(tmp_path, *regression(True, normal)))
+    for weight, verdict in ((normal, True), (normal[:32], None), (one, False)):
+        found = suggest(write(tmp_path, *regression(False, weight)))
+        assert found.noise_scale.value == pytest.approx(len(weight) + 1, rel=0.2)
+        assert found.clamped is not None
+        assert found.clamped.is_noise is verdict
+
+
+def test_verdict_is_on_the_updates_that_count(tmp_path: Path) -> None:
+    old = updates(100, 500.0)  # of a release that did not log the shares of noise
+    warmup = updates(10, 500.0, first=101, warmup=20, clamped={"clamped_low": 0.9, "clamped_high": 0.0, **NOISE})
+    steady = updates(200, 500.0, first=111, warmup=0, clamped={"clamped_low": 0.27, "clamped_high": 0.28, **NOISE})
+    of_phase = [{**record, "phase": 2} for record in warmup + steady]
+    found = suggest(write(tmp_path, *old, *of_phase)).clamped
+    assert found is not None
+    assert (found.low, found.high, found.is_noise) == (pytest.approx(0.27), pytest.approx(0.28), True)
+    assert suggest(write(tmp_path, *old, *updates(200, 500.0, first=101, warmup=0))).clamped is None
+    found = suggest(write(tmp_path, *old, *updates(50, 500.0, first=101, warmup=0, clamped=NOISE))).clamped
+    assert found is not None
+    assert (found.low, found.is_noise) == (pytest.approx(0.2), False)
+
+
+def test_verdict_where_the_noise_scale_is_too_uncertain(tmp_path: Path) -> None:
+    clamped = {"clamped_low": 0.28, "clamped_high": 0.28, **NOISE}
+    with pytest.raises(InputError, match=r"a batch larger than 64\. GSNR: 0\.280 clamped .*: this ratio is noise$"):
+        suggest(write(tmp_path, *updates(60, 1e7, warmup=0, clamped=clamped)))
+    with pytest.raises(InputError, match=r"a batch larger than 64$"):
+        suggest(write(tmp_path, *updates(60, 1e7, warmup=0)))
+
+
 def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = write(tmp_path / "run", *updates(300, 500.0))
     assert main(["suggest", str(folder), "--examples", "512000"]) == 0
@@ -79,6 +156,11 @@ def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert main(["suggest", str(folder), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert (found["batch"], found["probe_batch"], found["noise_scale"]["low"] > 0.0) == (512, 64, True)
+    assert found["clamped"] is None
+    write(tmp_path / "run", *updates(300, 500.0, clamped=NOISE))
+    assert main(["suggest", str(folder), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)["clamped"]
+    assert found == pytest.approx({"low": 0.2, "high": 0.1, **NOISE, "is_noise": False})
     assert main(["suggest", str(tmp_path)]) == 2
     assert capsys.readouterr().err.startswith("error: ")
     assert main(["suggest", str(folder), "--examples", "0"]) == 2
