@@ -37,8 +37,10 @@ help:
 
 venv: $(STAMP)
 
-# The last release of Megatron-Core for each Python. Its dependencies are for GPUs, and its tests here need none.
+# The last release of Megatron-Core for each Python. Its dependencies are for GPUs, and its tests here need none; so are
+# those of NeMo AutoModel.
 MEGATRON := 'megatron-core==0.16.1; python_version < "3.12"' 'megatron-core==0.19.2; python_version >= "3.12"'
+AUTOMODEL := nemo-automodel==0.7.0
 
 # Without vision: a torchvision that is not built for this very torch breaks transformers, too; its tests are left out.
 # DS_BUILD_OPS=0: no DeepSpeed op is compiled at installation; none is needed. pip would compile to bytecode on one core.
@@ -49,6 +51,7 @@ $(STAMP): pyproject.toml recipes/pyproject.toml $(CONSTRAINTS)
 	  { rm -rf $(VENV); echo 'python3 -m venv failed: install the venv package of your Python (Debian: python3-venv)' >&2; exit 1; }
 	DS_BUILD_OPS=0 $(BIN)/python -m pip install --use-pep517 --no-compile $(addprefix -c ,$(CONSTRAINTS)) -e '.[deepspeed,hf,dev]' -e 'recipes[bert,plot]'
 	-$(BIN)/python -m pip install --no-deps --no-compile $(MEGATRON)  # where it cannot be had, its test fails
+	-$(BIN)/python -m pip install --no-deps --no-compile $(AUTOMODEL)  # likewise
 	@$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true  # torch has a file for newer Pythons
 	@echo 'CONSTRAINTS ?= $(CONSTRAINTS)' > $(VENV)/constraints.mk
 	@touch $@
