@@ -8,4 +8,5 @@ NAMES: tuple[str, ...] = (
     "resnet",
     "dlrm",
     "bert",
+    "language",
 )

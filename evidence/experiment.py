@@ -120,7 +120,8 @@ def _with_calls(experiment: Experiment, size: str, rows: Rows) -> tuple[list[Any
     settings = list(experiment.settings(size))
     while True:
         called = experiment.follow_up(size, rows.of(size, settings))
-        more = [setting for setting in called if setting not in settings]
+        known = set(settings)
+        more = [setting for setting in called if setting not in known]
         if not more:
             return settings, called
         settings = [*more, *settings]

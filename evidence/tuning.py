@@ -26,6 +26,7 @@ def tune(
     starts: Sequence[float],
     *,
     apart: float = -math.inf,
+    seeds: Sequence[int] = SEEDS,
 ) -> list[tuple[float, int]]:
     """The rates, each with a seed, that the rows of one optimizer at one batch call for.
 
@@ -35,6 +36,7 @@ def tune(
         starts: rates that are tried anyway.
         apart: value of a run that came apart, at most. Which of these is the best says nothing: while there are no
             others, lower rates are tried.
+        seeds: the first of them finds the bracket.
 
     Returns:
         The neighbours of the best rate that were not tried; or where it has worse ones on both sides, that rate with
@@ -42,7 +44,7 @@ def tune(
         that each rate has: where these make another one the best, it is that one's turn.
     """
     tried = {row[field] for row in rows}
-    of_one_seed = [row for row in rows if row["seed"] == SEEDS[0]]
+    of_one_seed = [row for row in rows if row["seed"] == seeds[0]]
     if not {row[field] for row in of_one_seed} >= set(starts):
         return []
     for compared in (of_one_seed, rows):
@@ -50,8 +52,8 @@ def tune(
         at_best = max(sorted(medians), key=lambda rate: max(medians[rate], apart))  # the lowest of equals
         neighbours = [rate for rate in (at_best / 2, at_best * 2) if rate not in tried]
         if neighbours and len(tried) < RATES:
-            return [(rate, SEEDS[0]) for rate in neighbours]
-    return [(at_best, seed) for seed in SEEDS[1:]]
+            return [(rate, seeds[0]) for rate in neighbours]
+    return [(at_best, seed) for seed in seeds[1:]]
 
 
 def best(rows: Sequence[Row], field: str, value: Callable[[Row], float]) -> tuple[Any, list[Row]]:

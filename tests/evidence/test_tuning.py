@@ -64,3 +64,9 @@ def test_another_best_at_the_edge_calls_for_the_next_rate() -> None:
 def test_one_seed_brackets_its_best_whatever_the_plan_s_other_seeds_say() -> None:
     planned = [*rows({1.0: 2.0, 0.5: 3.0}), *rows({1.0: 9.0}, seed=1), *rows({1.0: 9.0}, seed=2)]
     assert tune(planned, "rate", worth, (1.0, 0.5)) == [(2.0, 0)]
+
+
+def test_seeds_may_be_others_and_the_first_of_them_brackets() -> None:
+    one = rows({1.0: 3.0, 0.5: 2.0, 0.25: 4.0}, seed=5)
+    assert tune(one, "rate", worth, (1.0, 0.5), seeds=(5, 6)) == [(0.5, 6)]
+    assert tune(one, "rate", worth, (1.0, 0.5), seeds=(6, 5)) == [], "a start has no row of the first seed"
