@@ -10,12 +10,13 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject, ShardedObject, ShardedTensor
+from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
 import ds_vrgd.megatron
 from ds_vrgd.engines.megatron.exchange import BucketExchange
 from tests.engines.megatron.cases import Case
-from tests.engines.megatron.training import Run, build, initialize, weights
+from tests.engines.megatron.training import Run, build, initialize, standard_overrides, weights
 
 
 def train(run: Run, first: int, steps: int) -> None:
@@ -162,7 +163,23 @@ def errors(rank: int) -> dict[str, str]:
         ds_vrgd.megatron.get_optimizer(run.wrapper.config, [run.model], optimizer="Adam")
     except ValueError as error:
         found["a name"] = str(error)
+    overrides = {key: {**value, "gamma": 1.0} for key, value in standard_overrides(run.wrapper.config).items()}
+    try:
+        ds_vrgd.megatron.get_optimizer(run.wrapper.config, [run.model], overrides, optimizer="VRLAMB")
+    except ValueError as error:
+        found["two gammas"] = str(error)
+    try:
+        ds_vrgd.megatron.get_optimizer(run.wrapper.config, [_tiny(run)], optimizer="VRLAMB")
+    except ValueError as error:
+        found["no element"] = str(error)
     return found
+
+
+def _tiny(run: Run) -> Any:
+    """Return a model whose one weight is in the first rank's part of the padded buffer."""
+    module = MegatronModule(run.model.config)
+    module.weight = torch.nn.Parameter(torch.ones(10))
+    return type(run.model)(run.model.config, run.model.ddp_config, module)
 
 
 def copies(rank: int) -> dict[str, bool]:

@@ -27,6 +27,8 @@ def test_what_is_an_error_says_what_to_do() -> None:
         assert "DistributedDataParallel" in of_rank["not wrapped"]
         assert "betas3" in of_rank["an argument"]
         assert "VRLAMB" in of_rank["a name"]
+        assert "gamma is 1.0 in some param groups and below in others" in of_rank["two gammas"]
+        assert "a data-parallel rank owns no element of the model" in of_rank["no element"]
 
 
 def test_an_edited_gradient_stays_and_any_other_is_the_mean_in_fp32() -> None:

@@ -132,7 +132,7 @@ def build(case: Case) -> Run:
         "optimizer": "adam", "use_distributed_optimizer": ddp["use_distributed_optimizer"], "clip_grad": 0.0,
         **half, **given, **case.config,
     })  # fmt: skip
-    overrides = {key: {**value, **case.of_vectors} for key, value in _standard(options).items()}
+    overrides = {key: {**value, **case.of_vectors} for key, value in standard_overrides(options).items()}
     optimizer = ds_vrgd.megatron.get_optimizer(options, [model], overrides, optimizer=case.optimizer, **hyper)
     config.grad_scale_func = optimizer.scale_loss
     schedule = OptimizerParamScheduler(
@@ -171,7 +171,7 @@ def norms_for_sequence_parallelism(config: TransformerConfig) -> Iterator[None]:
         WrappedTorchNorm.__new__ = before  # type: ignore[method-assign]
 
 
-def _standard(options: OptimizerConfig) -> Mapping[Any, Any]:
+def standard_overrides(options: OptimizerConfig) -> Mapping[Any, Any]:
     from megatron.core.optimizer import get_standard_config_overrides
 
     return get_standard_config_overrides(options)
