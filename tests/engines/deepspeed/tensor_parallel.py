@@ -192,7 +192,8 @@ def run_case(case: Case, mpu: Mpu) -> Result:
     start = {name: weight.to(DTYPES[case.dtype]).double() for name, weight in logical_weights().items()}
     reference = DenseOptimizer(case.optimizer, start, reference_groups(start, case), **case.hyper())
     reduces = OPTIMIZERS[case.optimizer].reduces_variance
-    given = None if reduces or case.dtype == "fp32" else HandedMean(engine.basic_optimizer)
+    theirs = case.dtype != "fp32" and engine.basic_optimizer.observer.mode == "off"
+    given = HandedMean(engine.basic_optimizer) if theirs else None
     stats, of_noise, of_mean = None, None, []
     for step in range(case.steps):
         with whole_weights(engine) as weights:
