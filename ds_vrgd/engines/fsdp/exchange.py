@@ -74,12 +74,10 @@ class UnitExchange:
         self._allocated = 0
         # The result is not rounded to the dtype of the wire: FSDP2 casts it to the parameters', or leaves it.
         result = torch.empty(*size, dtype=torch.promote_types(dtype, torch.float32), device=device)
-        if self.parts == 0:
-            self._result = result
         if self.unit.ranks == 1:  # FSDP2 copies the buffer there, and calls nobody
-            self._alone = result, torch.accelerator.current_stream() if device.type != "cpu" else None
             if (reduces := self._reduces()) is not None:
-                reduces(self)
+                reduces(self)  # which may forget the window, but not this micro-batch
+            self._alone = result, torch.accelerator.current_stream() if device.type != "cpu" else None
         return result
 
     def __call__(
@@ -106,7 +104,8 @@ class UnitExchange:
             torch.sum(rows, 0, dtype=output_tensor.dtype, out=output_tensor)
             if divisor != 1.0:
                 output_tensor.div_(divisor)
-        self.parts += reduces is not None
+        if reduces is not None:
+            self._count(output_tensor)
 
     def merge_alone(self) -> None:
         """Merge what a single rank has kept of its own micro-batch, at the end of the backward pass."""
@@ -118,7 +117,13 @@ class UnitExchange:
             self._note(rows)
             if self.observed:
                 self._merge(rows if self.unit.divisor == 1.0 else rows * self.unit.divisor)
-            self.parts += 1
+            self._count(result)
+
+    def _count(self, result: Tensor) -> None:
+        """Count a micro-batch; FSDP2 makes views of the window's first ``result``, and adds the others to them."""
+        if self.parts == 0:
+            self._result = result
+        self.parts += 1
 
     def _note(self, buffer: Tensor) -> None:
         if self.observed:

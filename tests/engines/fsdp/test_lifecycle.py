@@ -376,6 +376,24 @@ def everything(rank: int) -> dict[str, Any]:
     }
 
 
+def discarded_alone(rank: int) -> int:
+    """Return the k of a window on a single rank, where FSDP2 calls no communication, after one that was thrown away."""
+    model = torch.nn.Linear(4, 3).to(DEVICE)
+    fully_shard(model)
+    optimizer = ds_vrgd.VRLAMB(model.parameters(), lr=0.1)
+    ds_vrgd.attach(model, optimizer)
+    for index in range(4):
+        model(torch.randn(5, 4, device=DEVICE)).square().mean().backward()
+        if index == 0:
+            _nones(model, optimizer)
+    optimizer.step()
+    return ds_vrgd.gsnr_stats(optimizer).k
+
+
+def test_what_was_thrown_away_on_a_single_rank_takes_no_other_chunk_along() -> None:
+    assert run_on_ranks(1, discarded_alone) == [3]
+
+
 @pytest.fixture(scope="module")
 def found() -> list[dict[str, Any]]:
     return run_on_ranks(WORLD, everything)
