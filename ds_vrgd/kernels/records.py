@@ -92,7 +92,7 @@ class AdamNumbers(NamedTuple):
 
 
 class Columns(NamedTuple):
-    """What earlier passes have found of each layer.
+    """The findings of earlier passes, by layer.
 
     Attributes:
         means: ``(layers,)`` fp64, the divisor of each layer's raw ratio: its mean, or infinity.
@@ -104,10 +104,10 @@ class Columns(NamedTuple):
 
 
 class ShardCall(NamedTuple):
-    """What a kernel is called with for one shard.
+    """The arguments of a kernel for one shard.
 
     Attributes:
-        tensors, ratio: as there.
+        tensors, ratio: the shard's tensors, and the numbers of its ratio.
         rule: the numbers of the optimizer's own rule; None for a kernel that has none.
         seed: seed of the stochastic rounding of this step, a signed 32-bit number.
     """

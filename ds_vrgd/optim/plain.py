@@ -67,8 +67,12 @@ class GradientObserver(Observer):
 
     def has_bad(self, tensors: Sequence[Tensor]) -> bool:
         """Return the verdict on all ranks' chunks and on what is in ``.grad``. A collective of all ranks."""
-        grads = [local(tensor.grad) for tensor in tensors if tensor.grad is not None]
+        grads = self._gradients(tensors)
         return checks.any_rank_has_bad(self._norms, grads, world.group(), self.ranks.device or grads[0].device)
+
+    def _gradients(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Return what this rank has in ``.grad``, in as few tensors as it lies in."""
+        return [local(tensor.grad) for tensor in tensors if tensor.grad is not None]
 
     def bad_gradients(self) -> list[BadGradient]:
         """Return the bad gradients of all ranks. A collective of all ranks."""

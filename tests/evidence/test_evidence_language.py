@@ -296,7 +296,7 @@ def test_with_the_identity_a_run_is_the_twins_bit_for_bit_and_with_a_control_it_
 
 
 def test_a_constant_factor_is_the_base_at_the_constants_share_of_the_rate(text: Text) -> None:
-    """For Momentum; in Adam the factor cancels, but for eps."""
+    """The value matters for Momentum; in Adam the factor cancels, apart from eps."""
     momentum = dataclasses.replace(TINY, optimizer="VRMomentum", rate=0.2)
     base = dataclasses.replace(momentum, optimizer="Momentum", rate=0.2 * CONSTANT)
     assert run(momentum, text, "constant")["final"] == pytest.approx(run(base, text)["final"], abs=1e-5)

@@ -204,18 +204,17 @@ class FSDPObserver(GradientObserver):
                 exchange.finish(self._parts)
         return self._parts * self._units[0].ranks * self._units[0].replicas
 
-    def has_bad(self, tensors: Sequence[Tensor]) -> bool:
-        """Return the verdict on all ranks' chunks and on what is in ``.grad``. A collective of all ranks."""
+    def _gradients(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Return the buffers of the units' gradients, and gradients that lie elsewhere."""
         found: dict[UnitExchange | None, list[Tensor]] = {}
         for tensor in tensors:
             if tensor.grad is not None:
                 found.setdefault(self._exchanges.get(tensor), []).append(local(tensor.grad))
-        grads = [
+        return [
             grad
             for exchange, of_unit in found.items()
             for grad in (of_unit if exchange is None else exchange.as_one(of_unit))
         ]
-        return checks.any_rank_has_bad(self._norms, grads, world.group(), self.ranks.device or grads[0].device)
 
     def bad_gradients(self) -> list[BadGradient]:
         """Return the bad gradients of all ranks. A collective.

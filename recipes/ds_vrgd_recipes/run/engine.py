@@ -1,4 +1,4 @@
-"""What a training program needs of a DeepSpeed engine beyond its documented interface."""
+"""The parts of a DeepSpeed engine that training programs need, beyond its documented interface."""
 
 from __future__ import annotations
 

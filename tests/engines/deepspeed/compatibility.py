@@ -1,4 +1,4 @@
-"""What one release of DeepSpeed gives, case by case: run by scripts/compatibility.py, a process for each release."""
+"""One release of DeepSpeed, case by case: run by scripts/compatibility.py, a process for each release."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ to the embedding and a frozen weight; two param groups; a reduction bucket of 30
 the embedding in three. The chunk gradients come from a plain copy of the model that holds the engine's weights, in
 the model's dtype: one backward pass a chunk, no engine and no hook.
 
-Where DeepSpeed allows it, and so at stages 1 to 3 but for one wrapper, the optimizer replaces DeepSpeed's reduction
+Where DeepSpeed allows it (at stages 1 to 3, except for one wrapper), the optimizer replaces DeepSpeed's reduction
 (`reduction` auto: fused mode); the rows called "observe" look on beside it, and those called "two nodes" send gradients
 only inside groups of two ranks and moments between them.
 

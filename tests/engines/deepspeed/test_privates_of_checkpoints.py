@@ -1,4 +1,4 @@
-"""What ``ds_vrgd/engines/deepspeed/checkpoints`` takes for granted about DeepSpeed's checkpoints and loaders."""
+"""The assumptions of ``ds_vrgd/engines/deepspeed/checkpoints`` about DeepSpeed's checkpoints and loaders."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a step reports at every stage: statistics without the empty layers, and warnings about the user's own line."""
+"""The reports of a step at every stage: statistics without the empty layers, and warnings about the user's own line."""
 
 from __future__ import annotations
 

@@ -89,7 +89,7 @@ class Spoiled:
             rank alone.
         rank: global rank, (data-parallel, tensor-parallel) in base 2.
         second_group: further options of the group of biases and normalisation.
-        unchecked: whether DeepSpeed is told not to look for infinities itself.
+        unchecked: whether DeepSpeed's own check for infinities is turned off.
     """
 
     case: Case

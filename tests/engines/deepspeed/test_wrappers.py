@@ -1,4 +1,4 @@
-"""Which elements a rank owns, from the runs into which its parameters are cut."""
+"""The elements that a rank owns, from the runs into which its parameters are cut."""
 
 from __future__ import annotations
 

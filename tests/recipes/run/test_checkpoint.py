@@ -360,7 +360,7 @@ def test_nothing_is_deleted_before_the_new_one_is_complete(saved: Saved, monkeyp
 
 
 def test_a_full_disk_beside_a_damaged_checkpoint(saved: Saved, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is told is the disk."""
+    """The message names the disk."""
 
     def full(*arguments: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")

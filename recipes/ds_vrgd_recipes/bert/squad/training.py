@@ -104,7 +104,7 @@ def train(
 
 
 def batch_order(lengths: Ints, epochs: int, batch_size: int, seed: int) -> Ints:
-    """Which windows are in which batch, [updates, batch_size]; every epoch has each window once.
+    """Return the windows of every batch, [updates, batch_size]; every epoch has each window once.
 
     A batch holds windows of like length, which saves padding; the order of the batches does not depend on it. Batches
     run on over the end of an epoch; what is left after the last whole one is dropped.
