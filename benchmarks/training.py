@@ -19,6 +19,7 @@ from benchmarks.bert import NETWORKS
 from benchmarks.contenders import CONTENDERS, torch_adamw
 from benchmarks.plan import Configuration
 from benchmarks.ranks import Rank
+from ds_vrgd.optim import VROptimizer
 from ds_vrgd_recipes.run.groups import parameter_groups
 
 CLIPPING = 1.0
@@ -99,7 +100,8 @@ class BareTraining:
 class TorchTraining(BareTraining):
     """The same model under PyTorch's own DDP (fp32 weights and autocast to bf16) or FSDP2 (bf16 computes and travels).
 
-    Every micro-batch is reduced, as DeepSpeed does; under DDP the last one alone.
+    Every micro-batch is reduced, as DeepSpeed does; under DDP the last one alone. Each optimizer's gradients are
+    clipped by what it has for that: torch's by ``torch.nn.utils.clip_grad_norm_``, ours by its own method.
     """
 
     def __init__(self, configuration: Configuration, rank: Rank) -> None:
@@ -134,7 +136,10 @@ class TorchTraining(BareTraining):
 
     def step(self) -> None:
         if self._micro_batches % self._accumulation == 0:
-            torch.nn.utils.clip_grad_norm_(self._model.parameters(), CLIPPING)
+            if isinstance(self._optimizer, VROptimizer):
+                self._optimizer.clip_grad_norm_(CLIPPING)
+            else:
+                torch.nn.utils.clip_grad_norm_(self._model.parameters(), CLIPPING)
             self._optimizer.step()
             self._optimizer.zero_grad()
 

@@ -42,7 +42,7 @@ def main() -> None:
             loss = model(input_ids=batch, labels=batch).loss
             (loss / ACCUMULATION).backward()
             losses.append(loss.detach())
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.clip_grad_norm_(1.0)
         optimizer.step()
         optimizer.zero_grad()
     mean = torch.stack([*losses]).mean()

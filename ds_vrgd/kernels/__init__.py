@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import importlib.util
 from functools import cache
+from operator import attrgetter
 
 import torch
 from torch import Tensor
+
+_KIND = attrgetter("device", "dtype")
 
 
 @cache
@@ -24,7 +27,8 @@ def usable(*tensors: Tensor) -> bool:
     return (
         device.type == "cuda"
         and _has_triton()
-        and all(t.dtype == torch.float32 and t.device == device and t.is_contiguous() for t in tensors)
+        and set(map(_KIND, tensors)) == {(device, torch.float32)}
+        and all(map(Tensor.is_contiguous, tensors))
     )
 
 

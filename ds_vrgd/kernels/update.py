@@ -7,9 +7,8 @@ which :func:`sum_blocks` adds up in a fixed order.
 
 from __future__ import annotations
 
-import functools
 import itertools
-import operator
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -302,7 +301,7 @@ class Launcher:
             addresses.append(own)
             if first == end:
                 continue
-            aligned = functools.reduce(operator.or_, own[:-1]) % 16 == 0  # a scale is read alone, and may lie anywhere
+            aligned = math.gcd(16, *own[:-1]) == 16  # a scale is read alone, and may lie anywhere
             kind = [aligned, numbers, [None if tensor is None else tensor.dtype for tensor in tensors]]
             if kind == last:
                 first = self._runs.pop()[0].start

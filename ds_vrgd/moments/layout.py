@@ -28,7 +28,7 @@ def local(tensor: Tensor) -> Tensor:
 
     ``to_local()`` takes ten times as long, and a step asks for a part some six times a parameter.
     """
-    return tensor._local_tensor if is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
+    return tensor._local_tensor if hasattr(type(tensor), "to_local") else tensor  # type: ignore[attr-defined]
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ class ShardLayout:
         """Return the layout of a tensor that holds ``numel`` elements of one layer from ``first`` on, and no more."""
         return cls((layer,), (Segment(0, 0, numel, first),) if numel else (), numel)
 
-    @property
+    @cached_property
     def share(self) -> int:
         """Return how many micro-batches make one chunk of these layers: the same for all layers of a shard."""
         return self.layers[0].share if self.layers else 1

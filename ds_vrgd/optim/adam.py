@@ -130,7 +130,7 @@ class VRAdam(VROptimizer):
         for members in by_group(shards):
             group, (beta1, beta2) = members[0].group, members[0].group["betas"]
             averages, squares, steps = (
-                [shard.state[key] for shard in members] for key in ("exp_avg", "exp_avg_sq", "step")
+                [shard.part(key) for shard in members] for key in ("exp_avg", "exp_avg_sq", "step")
             )
             torch_adam(
                 [shard.tensor for shard in members], [shard.grad for shard in members], averages, squares, [], steps,

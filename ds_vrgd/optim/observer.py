@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ds_vrgd.moments import LayerTable, Moments, Ranks, ShardLayout, is_dtensor, local
+from ds_vrgd.moments import LayerTable, Moments, Ranks, ShardLayout, local
 
 #: The key of the running mean of the ratio in a tensor's state (its rule is ``gsnr.advance_average``).
 AVERAGE = "exp_avg_gsnr"
@@ -126,6 +126,17 @@ class Observer(Protocol):
     def grad_norm(self, tensors: Sequence[Tensor]) -> Tensor:
         """Return the 2-norm of the gradient of ``tensors``, over the whole model: a scalar in SUM_DTYPE."""
 
+    def clip(self, tensors: Sequence[Tensor], max_norm: float) -> Tensor:
+        """Scale the gradients of ``tensors``, the whole model, to a 2-norm of at most ``max_norm``; return the norm.
+
+        Raises:
+            RuntimeError: the engine clips by itself.
+        """
+        raise RuntimeError(
+            "the engine clips the gradients in its own step. Set gradient_clipping in the DeepSpeed JSON, or clip_grad "
+            "of Megatron-Core's OptimizerConfig, in the place of clip_grad_norm_()"
+        )
+
     def drop(self) -> None:
         """Forget the window's chunks: its gradients were thrown away."""
 
@@ -140,41 +151,29 @@ class Shard:
 
     Attributes:
         group: its param group.
-        tensor: the weights, in their own shape.
-        grad: the gradient that the base optimizer takes, in the same shape: ``ghat`` after GSNR.
-        state: its optimizer state.
+        param: what is in the param group, perhaps a DTensor.
+        grad: the gradient that the base optimizer takes, of ``tensor``'s shape: ``ghat`` after GSNR.
+        state: the optimizer's state of ``param``, of DTensors where it is one.
+        tensor: the weights that this rank has of ``param``, in their own shape.
         scale: a scalar that ``grad`` is still to be multiplied by; None for 1.
         layout: what the tensor holds; known in ``step()``.
-        whole: the DTensor that ``tensor`` is this rank's part of, and its own state; None for any other tensor.
     """
 
     group: dict[str, Any]
-    tensor: Tensor
+    param: Tensor
     grad: Tensor
     state: dict[str, Any]
+    tensor: Tensor = field(init=False)
     scale: Tensor | None = None
     layout: ShardLayout = field(init=False)
-    whole: tuple[Tensor, dict[str, Any]] | None = None
 
-    @property
-    def param(self) -> Tensor:
-        """Return what is in the param group."""
-        return self.tensor if self.whole is None else self.whole[0]
+    def __post_init__(self) -> None:
+        """Find this rank's part of the weights."""
+        self.tensor = local(self.param)
 
-    @classmethod
-    def of(cls, group: dict[str, Any], param: Tensor, state: dict[str, Any]) -> Shard:
-        """Return this rank's part of a parameter that has a gradient, and of its state: perhaps DTensors all."""
-        assert param.grad is not None
-        if not is_dtensor(param):
-            return cls(group, param, param.grad, state)
-        parts = {key: local(value) for key, value in state.items()}
-        return cls(group, local(param), local(param.grad), parts, whole=(param, state))
-
-    def keep(self, key: str, value: Any) -> None:
-        """Put a tensor or a number into the state, and this rank's part of a DTensor into ``state``."""
-        if self.whole is not None:
-            self.whole[1][key] = value
-        self.state[key] = local(value)
+    def part(self, key: str) -> Tensor:
+        """Return this rank's part of a state tensor."""
+        return local(self.state[key])
 
     def apply_scale(self) -> None:
         """Multiply the scale into the gradient."""
@@ -199,15 +198,15 @@ class Shard:
     def count_ratio(self, *, brings: bool) -> None:
         """Count the ratio of a step before the step is counted; with gamma=1 there is none to count."""
         if brings and RATIOS in self.state:
-            self.keep(RATIOS, self.state[RATIOS] + 1)
+            self.state[RATIOS] += 1
         elif not brings and self.group["gamma"] < 1.0:
-            self.keep(RATIOS, self.ratios)
+            self.state[RATIOS] = self.ratios
 
     def begin_average(self) -> bool:
         """Create the running mean of the ratio if there is none, uninitialised; return whether there was none."""
         begins = AVERAGE not in self.state
         if begins:
-            self.keep(AVERAGE, torch.empty_like(self.param, dtype=self.average_dtype))
+            self.state[AVERAGE] = torch.empty_like(self.param, dtype=self.average_dtype)
         return begins
 
 

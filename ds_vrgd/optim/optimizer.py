@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from ds_vrgd import gsnr
-from ds_vrgd.moments import LayerTable, Moments, is_dtensor
+from ds_vrgd.moments import LayerTable, Moments, is_dtensor, local
 from ds_vrgd.optim import checks, options, world
 from ds_vrgd.optim.observer import AVERAGE, RATIOS, LayerStatistics, Observer, Shard
 from ds_vrgd.optim.passes import Rule, passes_over
@@ -164,6 +164,24 @@ class VROptimizer(Rule, torch.optim.Optimizer):
         super().zero_grad(set_to_none)
         self.observer.drop()
 
+    @torch.no_grad()
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        """Clip the gradients of all parameters together, in place, as ``torch.nn.utils.clip_grad_norm_`` does.
+
+        Under FSDP2 this takes a fraction of its time, with one operation a unit in the place of one a DTensor.
+
+        Args:
+            max_norm: the largest 2-norm that is left as it is.
+
+        Returns:
+            The norm before, over all ranks' shards: a scalar.
+
+        Raises:
+            RuntimeError: the engine around the optimizer (DeepSpeed, Megatron-Core) clips by itself.
+        """
+        params = [param for group in self.param_groups for param in group["params"] if param.grad is not None]
+        return self.observer.clip(params, max_norm) if params else torch.zeros(())
+
     # -- saved state --------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
@@ -228,7 +246,7 @@ class VROptimizer(Rule, torch.optim.Optimizer):
     def _ensure_state(self, shard: Shard) -> None:
         """Create what state is missing, key by key: a checkpoint may have brought some of it."""
         if self.counts_steps and "step" not in shard.state:
-            shard.keep("step", torch.tensor(0.0))
+            shard.state["step"] = torch.tensor(0.0)
         keys = self.state_keys(shard.group)
         averages = self.averages_ratio and shard.group["gamma"] < 1.0
         if averages and AVERAGE not in shard.state and not shard.state["step"]:
@@ -236,7 +254,7 @@ class VROptimizer(Rule, torch.optim.Optimizer):
         for key in keys:
             if key not in shard.state:
                 dtype = shard.average_dtype if key == AVERAGE else None
-                shard.keep(key, torch.zeros_like(shard.param, dtype=dtype, memory_format=torch.preserve_format))
+                shard.state[key] = torch.zeros_like(shard.param, dtype=dtype, memory_format=torch.preserve_format)
 
     # -- the step -----------------------------------------------------------------------------------------------------
 
@@ -263,7 +281,7 @@ class VROptimizer(Rule, torch.optim.Optimizer):
                 loss = closure()
         fresh = not self.state
         shards = [
-            Shard.of(group, param, self.state[param])
+            Shard(group, param, local(param.grad), self.state[param])
             for group in self.param_groups
             for param in group["params"]
             if param.grad is not None

@@ -17,7 +17,7 @@ from torch import Tensor
 from ds_vrgd import gsnr, kernels
 from ds_vrgd.kernels.blocks import BlockTable
 from ds_vrgd.kernels.records import AdamNumbers, Columns, MomentumNumbers, RatioNumbers, ShardCall, Tensors
-from ds_vrgd.moments import LayerTable, Moments
+from ds_vrgd.moments import LayerTable, Moments, local
 from ds_vrgd.optim.observer import AVERAGE, RATIOS, Shard
 
 #: Elements of a piece for each thread of a CPU: the tensors of an Adam step have 10 MB then, which the last cache
@@ -27,6 +27,7 @@ ELEMENTS_A_THREAD = 2**18
 #: that were multiplied by GROWTH.
 SMALL_SQUARES, GROWTH = 2.0**-100, 2.0**64
 
+_STATES = ("momentum_buffer", "exp_avg", "exp_avg_sq")
 #: The blocks of each table, made by its first kernel.
 _blocks: WeakKeyDictionary[LayerTable, BlockTable] = WeakKeyDictionary()
 
@@ -107,7 +108,7 @@ class Piece:
 
     def state(self, key: str) -> Tensor:
         """Return the piece's part of a state tensor."""
-        return self.of(self.shard.state[key])
+        return self.of(self.shard.part(key))
 
     def gradient(self) -> Tensor:
         """Return the gradient for the base optimizer: with its ratio, where the shard has one. Not to be changed."""
@@ -243,7 +244,7 @@ class TorchPasses(Passes):
     def _pieces(self) -> Iterator[Piece]:
         threads = torch.get_num_threads()
         for index, (shard, segments) in enumerate(zip(self.shards, self.table.segments, strict=True)):
-            tensors = (shard.tensor, shard.grad, *(shard.state[key] for key in self.rule.state_keys(shard.group)))
+            tensors = (shard.tensor, shard.grad, *map(shard.part, self.rule.state_keys(shard.group)))
             if not all(tensor.is_contiguous() for tensor in tensors):
                 yield Piece(self, index, None, segments[0][2], 0)  # one whole layer in a shape of its own
                 continue
@@ -292,9 +293,10 @@ class KernelPasses(Passes):
         if self.moments:
             (total, m2, parts), chunks = self.moments[index], self.chunks_of(index)
         same = total is not None and total.data_ptr() == shard.grad.data_ptr()
+        buffer, exp_avg, exp_avg_sq = (local(state[key]) if key in state else None for key in _STATES)
         tensors = Tensors(
-            shard.tensor, None if same else shard.grad, total, m2, state[AVERAGE] if ratios else None,
-            state.get("momentum_buffer"), state.get("exp_avg"), state.get("exp_avg_sq"), shard.scale,
+            shard.tensor, None if same else shard.grad, total, m2, shard.part(AVERAGE) if ratios else None,
+            buffer, exp_avg, exp_avg_sq, shard.scale,
         )  # fmt: skip
         key = id(shard.group), step, ratios, chunks, parts, self._begins[index]
         if key not in self._known:
@@ -342,7 +344,7 @@ def passes_over(
 ) -> TorchPasses | KernelPasses:
     """Return the passes over these shards, through kernels if all that they touch is fp32 on one CUDA device."""
     tensors = [tensor for shard in shards for tensor in (shard.tensor, shard.grad)]
-    tensors += [shard.state[key] for shard in shards for key in rule.state_keys(shard.group)]
+    tensors += [shard.part(key) for shard in shards for key in rule.state_keys(shard.group)]
     tensors += [tensor for of_shard in moments for tensor in (of_shard.total, of_shard.m2)]
     return (KernelPasses if kernels.usable(*tensors) else TorchPasses)(rule, shards, table, moments, k)
 

@@ -15,7 +15,6 @@ from ds_vrgd.moments import (
     ChunkNorms,
     Discards,
     GradientHook,
-    LayerTable,
     Moments,
     Ranks,
     ReplicatedMoments,
@@ -92,14 +91,22 @@ class GradientObserver(Observer):
 
     def grad_norm(self, tensors: Sequence[Tensor]) -> Tensor:
         """Return the 2-norm of ``tensors``' gradients, which are the whole model; a collective for DTensors."""
-        norms = [
-            torch.linalg.vector_norm(local(tensor.grad), dtype=SUM_DTYPE)
-            for tensor in tensors
-            if tensor.grad is not None
-        ]
-        table = LayerTable([self.layout(tensor) for tensor in tensors], norms[0].device)
-        (squares,) = self.ranks.sum([(table, torch.stack(norms).square())])
-        return squares.sum().sqrt()
+        cut: dict[tuple[Any, ...], list[Tensor]] = {}
+        for tensor in tensors:
+            cut.setdefault(self.layout(tensor).layers[0].groups, []).append(tensor)
+        squares = []
+        for groups, alike in cut.items():
+            norms = torch.stack(torch._foreach_norm(self._gradients(alike), 2, dtype=SUM_DTYPE))
+            squares.append(norms.square().sum().to(self.ranks.device or norms.device))
+            for group in groups:
+                torch.distributed.all_reduce(squares[-1], group=group)
+        return torch.stack(squares).sum().sqrt()
+
+    def clip(self, tensors: Sequence[Tensor], max_norm: float) -> Tensor:
+        """Clip as torch does; a collective for DTensors."""
+        norm, grads = self.grad_norm(tensors), self._gradients(tensors)
+        torch._foreach_mul_(grads, (max_norm / (norm + 1e-6)).clamp(max=1.0).to(grads[0].device, grads[0].dtype))
+        return norm
 
     def drop(self) -> None:
         """Forget the window's chunks with its gradients."""

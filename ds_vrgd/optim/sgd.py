@@ -115,9 +115,9 @@ class VRSGD(VROptimizer):
             group = members[0].group
             torch_sgd(
                 [shard.tensor for shard in members], [shard.grad for shard in members],
-                [shard.state.get("momentum_buffer") for shard in members], has_sparse_grad=False, foreach=None,
-                weight_decay=group["weight_decay"], momentum=group["momentum"], lr=group["lr"], dampening=0.0,
-                nesterov=group["nesterov"], maximize=False,
+                [shard.part("momentum_buffer") if group["momentum"] else None for shard in members],
+                has_sparse_grad=False, foreach=None, weight_decay=group["weight_decay"], momentum=group["momentum"],
+                lr=group["lr"], dampening=0.0, nesterov=group["nesterov"], maximize=False,
             )  # fmt: skip
 
 

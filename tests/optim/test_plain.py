@@ -21,6 +21,7 @@ import ds_vrgd
 from ds_vrgd.doctor.chunks import chunk_gradients
 from ds_vrgd.doctor.reference import DenseOptimizer
 from ds_vrgd.optim import OPTIMIZERS, VRLAMB, VRSGD, VRAdam, VRAdamW, VROptimizer
+from tests.optim.one_shard import OneShard
 from tests.support.model import TinyLM, batches, make_model, param_groups
 from tests.support.ranks import run_on_ranks
 from tests.support.trajectory import ARGUMENTS
@@ -72,6 +73,28 @@ def train(
             nn.utils.clip_grad_norm_(model.parameters(), clip)
         optimizer.step()
         optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("max_norm", [0.05, 1e3])
+def test_clipping_is_torchs(max_norm: float) -> None:
+    ours, torchs = make_model(), make_model()
+    for model in (ours, torchs):
+        window(model, batches(0, 1))
+    optimizer = OPTIMIZERS["VRLAMB"](ours.parameters())
+    norm, expected = optimizer.clip_grad_norm_(max_norm), nn.utils.clip_grad_norm_(torchs.parameters(), max_norm)
+    torch.testing.assert_close(norm.float(), expected, rtol=1e-6, atol=0)
+    for own, other in zip(ours.parameters(), torchs.parameters(), strict=True):
+        torch.testing.assert_close(own.grad, other.grad, rtol=1e-6, atol=0)
+    optimizer.zero_grad()
+    assert optimizer.clip_grad_norm_(max_norm) == 0.0
+
+
+def test_an_engine_that_clips_by_itself_is_named() -> None:
+    optimizer = OPTIMIZERS["VRLAMB"]([nn.Parameter(torch.ones(2))])
+    optimizer.param_groups[0]["params"][0].grad = torch.ones(2)
+    optimizer.observe(OneShard(1, False))
+    with pytest.raises(RuntimeError, match="Set gradient_clipping in the DeepSpeed JSON"):
+        optimizer.clip_grad_norm_(1.0)
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)

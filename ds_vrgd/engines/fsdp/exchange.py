@@ -45,7 +45,9 @@ class UnitExchange:
         self._reduces: Any = weakref.WeakMethod(reduces)
         self._norms = norms
         self._held: tuple[Tensor, Tensor] | None = None
-        self._where: dict[Tensor, slice] = {}
+        self._views: dict[Tensor, tuple[Tensor, Tensor]] = {}
+        self._slots: list[tuple[Tensor, int, int]] = []
+        self._slots_of: Any = None
         self._versions: dict[Tensor, int] = {}
         self._before = unit.communication
         self._reduced_unused = unit.reduce_unused(True)
@@ -135,25 +137,33 @@ class UnitExchange:
         """Merge a micro-batch into the moments, and write the sum of its rows over ``divisor`` to ``out``."""
         width = rows.shape[1]
         if self._held is None or len(self._held[0]) != width:
-            self._where = self._laid_out(width)
+            self._lay_out(width)
             wide = torch.promote_types(rows.dtype, torch.float32)
             total, m2 = (torch.empty(width, dtype=wide, device=rows.device) for _ in range(2))  # aligned, both
-            self._held = total, m2
+            self._held, self._views = (total, m2), {}
         merge_chunks_(rows, *self._held, self.parts, out, divisor)
 
-    def _laid_out(self, width: int) -> dict[Tensor, slice]:
-        """Return where each parameter is in this rank's row of ``width`` elements."""
-        where, start = {}, 0
-        for param, numel, slot in self.unit.slots:
-            where[param] = slice(start, start + numel)
-            start += slot
-        if start != width:
+    def _lay_out(self, width: int) -> None:
+        """Find where each parameter is in this rank's row of ``width`` elements, where that may have changed."""
+        trained = width, [param.requires_grad for param in self.unit.params]
+        if trained == self._slots_of:
+            return
+        self._slots = self.unit.slots
+        if (start := sum(slot for _, _, slot in self._slots)) != width:
             raise RuntimeError(
                 f"FSDP2 reduces {width} elements of '{self.unit.name}' on each rank, and {start} belong to parameters "
                 f"that are trained: some got no gradient in this backward pass, and torch {torch.__version__} does not "
                 "report which. Use torch 2.13 or newer, or freeze the parameters that take no part"
             )
-        return where
+        self._slots_of = trained
+
+    def _cut(self) -> dict[Tensor, tuple[Tensor, Tensor]]:
+        """Return both moments of each parameter that has any: views, made once in a window."""
+        if self._held is not None and not self._views:
+            sizes = [size for _, numel, slot in self._slots for size in (numel, slot - numel)]
+            params, pairs = [param for param, _, _ in self._slots], (moment.split(sizes)[::2] for moment in self._held)
+            self._views = dict(zip(params, zip(*pairs, strict=True), strict=True))
+        return self._views
 
     def as_one(self, grads: list[Tensor]) -> list[Tensor]:
         """Return the buffer that ``grads`` are views of, if they are all that FSDP2 has made of it; else ``grads``."""
@@ -178,10 +188,10 @@ class UnitExchange:
         gone = [param for param in self._versions if param.grad is None]
         if gone and len(gone) == len(self._versions):
             self.reset()
-        elif self._held is not None:
+        else:
             for param in gone:
-                for moment in self._held:
-                    moment[self._where[param]].zero_()
+                for moment in self._cut().get(param, ()):
+                    moment.zero_()
         held = [(param.grad, version) for param, version in self._versions.items() if param.grad is not None]
         held = [(grad, version) for grad, version in held if local(grad).numel()]
         written = [grad for grad, version in held if _version(grad) != version]
@@ -206,18 +216,16 @@ class UnitExchange:
 
     def moments(self, param: Tensor) -> Moments:
         """Return the moments of this rank's part of a parameter, on its device, flat."""
-        part = local(param)
         if self._held is None:
-            return zeros_like(part, max(self.parts, 1))
-        run, (total, m2) = self._where[param], self._held
-        return Moments(on_device_of(part, total[run]), on_device_of(part, m2[run]), self.parts)
+            return zeros_like(local(param), max(self.parts, 1))
+        total, m2 = self._cut()[param]
+        if total.device != param.device:  # offloaded
+            total, m2 = (on_device_of(local(param), moment) for moment in (total, m2))
+        return Moments(total, m2, self.parts)
 
     def bad(self) -> list[Tensor]:
         """Return the parameters of which this rank's part of the moments is not finite; waits for them."""
-        total = None if self._held is None else self._held[0]
-        if total is None:
-            return []
-        return [param for param, run in self._where.items() if not bool(torch.isfinite(total[run].sum()))]
+        return [param for param, (total, _) in self._cut().items() if not bool(torch.isfinite(total.sum()))]
 
     def held_bytes(self) -> int:
         """Return the bytes of the moments that are held now."""
@@ -226,6 +234,7 @@ class UnitExchange:
     def reset(self) -> None:
         """Begin the next window."""
         self._held, self.parts, self._allocated, self._alone, self._result = None, 0, 0, None, None
+        self._views = {}
         self._versions.clear()
 
 

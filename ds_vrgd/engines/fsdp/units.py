@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
+from ds_vrgd.moments import local
+
 
 @dataclass(eq=False)
 class Unit:
@@ -61,7 +63,7 @@ class Unit:
         for param in self.params:
             if param.requires_grad:
                 rows = -(-len(param) // self.ranks)
-                numel = param.to_local().numel()  # type: ignore[attr-defined]
+                numel = local(param).numel()
                 found.append((param, numel, rows * (param.numel() // max(len(param), 1))))
         return found
 

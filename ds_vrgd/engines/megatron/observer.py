@@ -16,6 +16,7 @@ from ds_vrgd.engines.patches import Patches
 from ds_vrgd.engines.stages import StageStatistics
 from ds_vrgd.moments import SUM_DTYPE, Layer, Moments, Ranks, Segment, ShardLayout
 from ds_vrgd.optim import VROptimizer, checks, world
+from ds_vrgd.optim.observer import Observer
 from ds_vrgd.optim.plain import GradientObserver
 
 
@@ -202,6 +203,8 @@ class MegatronObserver(GradientObserver):
         square = torch.stack([torch.zeros((), dtype=SUM_DTYPE, device=tensors[0].device), *norms]).square().sum()
         dist.all_reduce(square, group=self._wrapper.get_grad_stats_parallel_group())
         return square.sqrt()
+
+    clip = Observer.clip  # Megatron-Core has no gradients in the optimizer's tensors before its own step
 
     def held_bytes(self) -> tuple[int, int]:
         """Return the bytes held on this rank now: of moments, and of exchange buffers, which do not stay."""

@@ -20,6 +20,7 @@ from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 import ds_vrgd
+from ds_vrgd.moments import local
 from ds_vrgd.optim import LAMB, VRLAMB, VRSGD
 from tests.engines.fsdp.training import Case, build, chunks_of, error_of, full, reference_of, sharded, window
 from tests.support.logs import Log
@@ -78,6 +79,17 @@ def follow(case: Case, before: Steps | None = None, spoil: Steps | None = None, 
     return error_of(model, reference)
 
 
+#: Where the gradients of a unit lie in one buffer, and where they do not.
+CLIPPED = {
+    "fp32": CASE,
+    "bf16": replace(CASE, dtype="bf16"),
+    "CPU offload": replace(CASE, offload=True),
+    "gamma 1 in a group": replace(CASE, of_vectors={"gamma": 1.0}),
+    "not attached": replace(CASE, optimizer="LAMB", attached=False),
+}
+CLIPPING = 0.05
+
+
 def edited(model: Any, optimizer: Any) -> None:
     model.up.weight.grad.mul_(3.0)
     model.up.bias.grad.zero_()
@@ -89,6 +101,22 @@ def error(act: Callable[[], Any]) -> str:
     except (ValueError, RuntimeError, TypeError, FloatingPointError) as raised:
         return f"{type(raised).__name__}: {raised}"
     return "no error"
+
+
+def clipped(case: Case) -> tuple[float, float, float]:
+    """Return torch's norm, and how far ours and the gradients that it clips are from torch's, relatively."""
+    model, optimizer = build(case)
+    window(case, model, 0)
+    grads = [local(param.grad) for param in model.parameters() if param.grad is not None]
+    before = [grad.clone() for grad in grads]
+    norm = optimizer.clip_grad_norm_(CLIPPING)
+    ours = [grad.clone() for grad in grads]
+    for grad, was in zip(grads, before, strict=True):
+        grad.copy_(was)
+    expected: Any = nn.utils.clip_grad_norm_(model.parameters(), CLIPPING)
+    expected = float(expected.full_tensor())
+    off = torch.stack([(own - grad).norm() for own, grad in zip(ours, grads, strict=True)]).norm()
+    return expected, abs(float(norm) / expected - 1.0), float(off / torch.stack([g.norm() for g in grads]).norm())
 
 
 def zeroed_by_hand() -> str:
@@ -363,6 +391,7 @@ def everything(rank: int) -> dict[str, Any]:
     return {
         "discards": {name: follow(CASE, discard) for name, discard in DISCARDS.items()},
         "edited": follow(CASE, spoil=edited),
+        "clipped": {name: clipped(case) for name, case in CLIPPED.items()},
         "zeroed by hand": zeroed_by_hand(),
         "some": some_set_to_none(),
         "twice": twice(),
@@ -406,6 +435,14 @@ def test_what_was_thrown_away_is_no_chunk(found: list[dict[str, Any]], way: str)
 
 def test_an_edit_takes_the_means_place_and_the_ratio_stays(found: list[dict[str, Any]]) -> None:
     assert all(of_rank["edited"] <= 8e-7 for of_rank in found)
+
+
+@pytest.mark.parametrize("name", CLIPPED)
+def test_clipping_is_torchs(found: list[dict[str, Any]], name: str) -> None:
+    for of_rank in found:
+        norm, of_norm, of_gradients = of_rank["clipped"][name]
+        assert norm > CLIPPING, "nothing was clipped"
+        assert max(of_norm, of_gradients) <= 1e-6
 
 
 def test_a_layer_that_was_thrown_away_counts_as_zero(found: list[dict[str, Any]]) -> None:
