@@ -239,7 +239,8 @@ def averaged_ratio(shards: dict[str, Shard], own: dict[str, Tensor]) -> dict[str
     """Of VRAdam and VRLAMB, by their own function: takes one more draw's ratio into the running means."""
     found: dict[str, Tensor] = {}
     for name, shard in shards.items():
-        begins = shard.begin_average()
+        if begins := "exp_avg_gsnr" not in shard.state:
+            shard.state["exp_avg_gsnr"] = shard.new_average()
         shard.state["step"] += 1
         beta3, step = shard.group["beta3"], shard.state["step"]
         p = gsnr.advance_average(shard.state["exp_avg_gsnr"], own[name], beta3, step, 0, begins)

@@ -243,8 +243,8 @@ def _plain(value: Any) -> str:
 # -- gradients that are finite ----------------------------------------------------------------------------------------
 
 
-def any_rank_has_bad(norms: ChunkNorms, grads: Sequence[Tensor], group: Any | None, device: torch.device) -> bool:
-    """Return whether a chunk, or the gradient made of the chunks, is not finite on any rank. A collective; waits.
+def any_rank_has_bad(norms: ChunkNorms, grads: Sequence[Tensor], group: Any | None, device: torch.device) -> Tensor:
+    """Return whether a chunk, or the gradient made of the chunks, is not finite on any rank: a scalar. A collective.
 
     Args:
         norms: the norms of this rank's chunks.
@@ -257,7 +257,7 @@ def any_rank_has_bad(norms: ChunkNorms, grads: Sequence[Tensor], group: Any | No
     flag = (norms.any_bad(device) | given.any_bad(device)).to(torch.uint8)
     if group is not None:
         torch.distributed.all_reduce(flag, op=torch.distributed.ReduceOp.MAX, group=group)
-    return bool(flag)
+    return flag
 
 
 def gather_bad(norms: ChunkNorms | None, name_of: Callable[[Tensor], str], group: Any | None) -> list[BadGradient]:

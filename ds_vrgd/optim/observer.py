@@ -102,8 +102,11 @@ class Observer(Protocol):
     def finish(self) -> int:
         """Complete the window; return its number of chunks k (0: nothing was observed)."""
 
-    def has_bad(self, tensors: Sequence[Tensor]) -> bool:
-        """Return whether a gradient of the window is not finite: the same on all ranks, in all calls of a window."""
+    def has_bad(self, tensors: Sequence[Tensor]) -> bool | Tensor:
+        """Return whether a gradient of the window is not finite: the same on all ranks, in all calls of a window.
+
+        A tensor, a scalar, is a verdict that nobody has waited for yet.
+        """
 
     def bad_gradients(self) -> list[BadGradient]:
         """Return the gradients of all ranks' chunks that are not finite. A collective."""
@@ -202,12 +205,9 @@ class Shard:
         elif not brings and self.group["gamma"] < 1.0:
             self.state[RATIOS] = self.ratios
 
-    def begin_average(self) -> bool:
-        """Create the running mean of the ratio if there is none, uninitialised; return whether there was none."""
-        begins = AVERAGE not in self.state
-        if begins:
-            self.state[AVERAGE] = torch.empty_like(self.param, dtype=self.average_dtype)
-        return begins
+    def new_average(self) -> Tensor:
+        """Return memory for a running mean of the ratio that begins."""
+        return torch.empty_like(self.param, dtype=self.average_dtype)
 
 
 @dataclass

@@ -12,10 +12,10 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from ds_vrgd import gsnr
-from ds_vrgd.moments import LayerTable, Moments, is_dtensor, local
+from ds_vrgd.moments import LayerTable, is_dtensor, local
 from ds_vrgd.optim import checks, options, world
 from ds_vrgd.optim.observer import AVERAGE, RATIOS, LayerStatistics, Observer, Shard
-from ds_vrgd.optim.passes import Rule, passes_over
+from ds_vrgd.optim.passes import KernelPasses, Rule, TorchPasses, passes_over
 from ds_vrgd.optim.plain import PlainObserver
 from ds_vrgd.optim.state import cast_averages, fitted
 from ds_vrgd.optim.trust import of_layers
@@ -291,34 +291,55 @@ class VROptimizer(Rule, torch.optim.Optimizer):
         if shards and not _state_only and not (fresh and self._only_makes_state(shards)):
             self.observer.require_whole_layers(type(self).__name__, self._summing(self.param_groups))
             checks.require_off(type(self).__name__, self._off)
-            if not self._skips(shards):
-                self._step(shards)
+            is_bad = self._verdict(shards)
+            work = ([], []) if is_bad is True else self._prepared(shards)
+            self.overflow, self._judged_window = bool(is_bad), self.observer.window  # here the host may wait
+            if self.overflow:
+                self.observer.skip_step(self.on_bad_gradient)
+            else:
+                self._step(*work)
         return loss
 
-    def _step(self, shards: Sequence[Shard]) -> None:
-        """Update ``shards``: measure, scale the gradients by the ratio, and do the base optimizer's step."""
+    def _prepared(self, shards: Sequence[Shard]) -> tuple[list[TorchPasses | KernelPasses], list[Shard]]:
+        """Return the passes of a step over ``shards``, and those that are updated as torch does; nothing has changed.
+
+        Much of a step's work for the host is here, so that it is done while the device comes to the verdict.
+        """
         for shard in shards:
             shard.layout = self.observer.layout(shard.param)
         reduced = [shard for shard in shards if shard.group["gamma"] < 1.0]
         plain = [shard for shard in shards if shard.group["gamma"] == 1.0]
         self._k = self._chunks(reduced) if reduced else 0
-        if reduced and self._statistics_window != self.observer.window:
-            self._statistics, self._statistics_window = [], self.observer.window
-        pairs = [(shard, self.observer.moments(shard.param)) for shard in reduced]
-        for shard, of_shard in [*((shard, None) for shard in plain), *pairs]:
+        single, measured, moments = [], [], []
+        for shard in shards:
+            of_shard = self.observer.moments(shard.param) if shard.group["gamma"] < 1.0 else None
             gradient, shard.scale = self.observer.gradient(shard.param, of_shard)
             shard.grad = gradient.view_as(shard.tensor)
+            if of_shard is not None and self._k // shard.layout.share < 2:
+                single.append(shard)
+            elif of_shard is not None:
+                measured.append(shard)
+                moments.append(of_shard)
         self._prescale(shards)
-        single = {id(shard) for shard in reduced if self._k // shard.layout.share < 2}
-        if single:
-            self._update_by_known_ratio([shard for shard in reduced if id(shard) in single])
-        if measured := [pair for pair in pairs if id(pair[0]) not in single]:
-            self._update(*zip(*measured, strict=True))
-        if plain and self.sums_layers:
-            self._update(plain, [])
-        elif plain:
-            for shard in plain:
-                shard.apply_scale()
+        self._scale_by_known_ratio(single)
+        summed = plain if self.sums_layers else []
+        passes = [
+            passes_over(self, alike, self.table(alike), of_alike, self._k)
+            for alike, of_alike in ((single, []), (measured, moments), (summed, []))
+            if alike
+        ]
+        return passes, [] if self.sums_layers else plain
+
+    def _step(self, work: Sequence[TorchPasses | KernelPasses], plain: Sequence[Shard]) -> None:
+        """Update the shards of ``work`` pass by pass, and ``plain`` as torch does."""
+        reduces = any(passes.shards[0].group["gamma"] < 1.0 for passes in work)
+        if reduces and self._statistics_window != self.observer.window:
+            self._statistics, self._statistics_window = [], self.observer.window
+        for passes in work:
+            self._update(passes)
+        for shard in plain:
+            shard.apply_scale()
+        if plain:
             self._update_as_torch(plain)
         if self._counts:
             self._sum_over_ranks([])
@@ -334,15 +355,11 @@ class VROptimizer(Rule, torch.optim.Optimizer):
     def _prescale(self, shards: Sequence[Shard]) -> None:
         """Bring the base optimizer's own factors, if it has any, into the shards' scales."""
 
-    def _update(self, shards: Sequence[Shard], moments: Sequence[Moments]) -> None:
-        """Update shards of groups that all have GSNR, or all have not, and then no moments: pass by pass."""
-        table = self.table(shards)
-        if self.counts_steps:
-            for shard in shards:
-                shard.count_ratio(brings=bool(moments))
-            torch._foreach_add_([shard.state["step"] for shard in shards], torch.tensor(1.0))
-        passes = passes_over(self, shards, table, moments, self._k)
-        if moments:
+    def _update(self, passes: TorchPasses | KernelPasses) -> None:
+        """Update shards pass by pass."""
+        passes.begin()
+        shards, table = passes.shards, passes.table
+        if passes.moments:
             passes.normalize(self._sum_statistics(shards, table, *passes.ratio_sums()))
         trust = None
         if self.sums_layers:
@@ -354,16 +371,15 @@ class VROptimizer(Rule, torch.optim.Optimizer):
         if not self.sums_layers:
             self._counts = passes.counts
 
-    def _update_by_known_ratio(self, shards: Sequence[Shard]) -> None:
-        """Update shards of which the window has one chunk, and so no ratio: by the last phat; by gamma without one."""
+    def _scale_by_known_ratio(self, shards: Sequence[Shard]) -> None:
+        """Scale shards of which the window has one chunk, and so no ratio, by gamma where the last phat is no help."""
         for shard in shards:
             if not shard.has_average:
                 dtype = torch.promote_types(shard.grad.dtype, torch.float32)
                 gamma = torch.full((), shard.group["gamma"], dtype=dtype, device=shard.grad.device)
                 shard.scale = gamma if shard.scale is None else gamma * shard.scale
-        self._update(shards, [])
 
-    def _skips(self, shards: Sequence[Shard]) -> bool:
+    def _verdict(self, shards: Sequence[Shard]) -> bool | Tensor:
         """Return whether the window is left out: one verdict for all its calls and all ranks, before any update."""
         if not (self._observes or self.observer.judges):
             if any(group.get("prenormalize") for group in self.param_groups):
@@ -371,12 +387,9 @@ class VROptimizer(Rule, torch.optim.Optimizer):
             return False
         self.observer.agree(self)
         self.observer.finish()
-        if self._judged_window != self.observer.window:
-            self._judged_window = self.observer.window
-            self.overflow = self.observer.has_bad([shard.param for shard in shards])
-        if self.overflow:
-            self.observer.skip_step(self.on_bad_gradient)
-        return self.overflow
+        if self._judged_window == self.observer.window:
+            return self.overflow
+        return self.observer.has_bad([shard.param for shard in shards])
 
     def on_bad_gradient(self) -> FloatingPointError | None:
         """Name the chunks of a window that is left out, in the log or in the error to be raised. A collective."""

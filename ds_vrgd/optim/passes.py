@@ -18,7 +18,7 @@ from ds_vrgd import gsnr, kernels
 from ds_vrgd.kernels.blocks import BlockTable
 from ds_vrgd.kernels.records import AdamNumbers, Columns, MomentumNumbers, RatioNumbers, ShardCall, Tensors
 from ds_vrgd.moments import LayerTable, Moments, local
-from ds_vrgd.optim.observer import AVERAGE, RATIOS, Shard
+from ds_vrgd.optim.observer import AVERAGE, Shard
 
 #: Elements of a piece for each thread of a CPU: the tensors of an Adam step have 10 MB then, which the last cache
 #: holds. Smaller pieces are slower, as torch needs about 2 us to begin each of some 25 operations.
@@ -136,12 +136,22 @@ class Passes:
     counts: list[Tensor] = field(default_factory=list, init=False)
 
     def __post_init__(self) -> None:
-        """Begin the averages that a checkpoint has not brought."""
+        """Find which averages a checkpoint has not brought; nothing changes before :meth:`begin`."""
         self._averages = self.rule.averages_ratio and bool(self.moments)
-        self._begins = [self._averages and shard.begin_average() for shard in self.shards]
+        self._begins = [self._averages and AVERAGE not in shard.state for shard in self.shards]
+        self._begun = {index: self.shards[index].new_average() for index, new in enumerate(self._begins) if new}
         # Of one chunk no ratio is known: the last one is used, and the average stays as it is.
         holds = self.rule.averages_ratio and not self.moments
         self._holds = [holds and shard.group["gamma"] < 1.0 and shard.has_average for shard in self.shards]
+
+    def begin(self) -> None:
+        """Count the step and its ratios, before the first pass."""
+        for index, average in self._begun.items():
+            self.shards[index].state[AVERAGE] = average
+        if self.rule.counts_steps:
+            for shard in self.shards:
+                shard.count_ratio(brings=bool(self.moments))
+            torch._foreach_add_([shard.state["step"] for shard in self.shards], torch.tensor(1.0))
 
     def chunks_of(self, index: int) -> int:
         """Return the number of chunks of a shard's layers."""
@@ -287,16 +297,18 @@ class KernelPasses(Passes):
 
     def _call(self, index: int, shard: Shard) -> ShardCall:
         """Return what the kernels need of a shard."""
-        state, total, m2, chunks, parts = shard.state, None, None, 0, 1
-        step = int(state["step"]) if self.rule.counts_steps else 0
-        ratios = int(state.get(RATIOS, step)) if self._averages or self._holds[index] else 0
+        state, average, total, m2, chunks, parts = shard.state, None, None, None, 0, 1
+        step = int(state["step"]) + 1 if self.rule.counts_steps else 0
+        ratios = shard.ratios + self._averages if self._averages or self._holds[index] else 0
         if self.moments:
             (total, m2, parts), chunks = self.moments[index], self.chunks_of(index)
+        if ratios:
+            average = local(self._begun[index]) if self._begins[index] else shard.part(AVERAGE)
         same = total is not None and total.data_ptr() == shard.grad.data_ptr()
         buffer, exp_avg, exp_avg_sq = (local(state[key]) if key in state else None for key in _STATES)
         tensors = Tensors(
-            shard.tensor, None if same else shard.grad, total, m2, shard.part(AVERAGE) if ratios else None,
-            buffer, exp_avg, exp_avg_sq, shard.scale,
+            shard.tensor, None if same else shard.grad, total, m2,
+            average, buffer, exp_avg, exp_avg_sq, shard.scale,
         )  # fmt: skip
         key = id(shard.group), step, ratios, chunks, parts, self._begins[index]
         if key not in self._known:

@@ -64,7 +64,7 @@ class GradientObserver(Observer):
             checks.require_agreement(checks.table_of_optimizer(optimizer, {}), remark)
         self._ranks_agree = True
 
-    def has_bad(self, tensors: Sequence[Tensor]) -> bool:
+    def has_bad(self, tensors: Sequence[Tensor]) -> Tensor:
         """Return the verdict on all ranks' chunks and on what is in ``.grad``. A collective of all ranks."""
         grads = self._gradients(tensors)
         return checks.any_rank_has_bad(self._norms, grads, world.group(), self.ranks.device or grads[0].device)

@@ -266,11 +266,11 @@ class EngineObserver(Observer):
             # A shard's padding is uninitialised memory; whole tensors have none.
             whole = [] if self._holdings.routes else tensors
             grads = [tensor.grad for tensor in whole if tensor.grad is not None]
-            return any_rank_has_bad(self._norms, grads, self._everyone, device)
+            return bool(any_rank_has_bad(self._norms, grads, self._everyone, device))
         norm = torch.as_tensor(norm)
         if bool(~torch.isfinite(norm) | (norm < 0)):  # DeepSpeed marks what it rejects by -1; all ranks have one norm
             return True
-        return self._norm_is_partial and any_rank_has_bad(self._norms, (), self._everyone, device)
+        return self._norm_is_partial and bool(any_rank_has_bad(self._norms, (), self._everyone, device))
 
     def bad_gradients(self) -> list[BadGradient]:
         """Return the gradients of all ranks' chunks that are not finite; a collective."""
