@@ -28,6 +28,7 @@ from benchmarks.shards import layers_of, shard_layout
 from benchmarks.timing import Clock, Spread, repeat
 from ds_vrgd.moments import Moments, Ranks, ShardLayout
 from ds_vrgd.optim import OPTIMIZERS, Observer, passes
+from ds_vrgd.optim.observer import Shard
 
 CHUNKS = 8
 REFERENCE = "DeepSpeedCPUAdam"
@@ -66,7 +67,7 @@ class OneShard(Observer):
         """Random."""
         return self._moments
 
-    def gradient(self, tensor: Tensor, moments: Moments | None) -> tuple[Tensor, Tensor | None]:
+    def gradient(self, shard: Shard, moments: Moments | None) -> tuple[Tensor, Tensor | None]:
         """The mean, as in fused mode."""
         return self._moments.total, torch.ones(())
 

@@ -117,10 +117,11 @@ class Observer(Protocol):
     def moments(self, tensor: Tensor) -> Moments:
         """Return the moments of one of the optimizer's tensors, flat."""
 
-    def gradient(self, tensor: Tensor, moments: Moments | None) -> tuple[Tensor, Tensor | None]:
+    def gradient(self, shard: Shard, moments: Moments | None) -> tuple[Tensor, Tensor | None]:
         """Return the gradient of the step without GSNR, not to be changed, and a scalar factor of it (None: 1).
 
-        The gradient has the size of ``tensor``. ``moments`` are those of its chunks, where they were observed.
+        The gradient has the size of the shard, whose ``grad`` is what ``step()`` found. ``moments`` are those of the
+        chunks, where they were observed.
         """
 
     def unit(self, k: int) -> float:

@@ -313,8 +313,8 @@ class VROptimizer(Rule, torch.optim.Optimizer):
         single, measured, moments = [], [], []
         for shard in shards:
             of_shard = self.observer.moments(shard.param) if shard.group["gamma"] < 1.0 else None
-            gradient, shard.scale = self.observer.gradient(shard.param, of_shard)
-            shard.grad = gradient.view_as(shard.tensor)
+            gradient, shard.scale = self.observer.gradient(shard, of_shard)
+            shard.grad = gradient if gradient.shape == shard.tensor.shape else gradient.view_as(shard.tensor)
             if of_shard is not None and self._k // shard.layout.share < 2:
                 single.append(shard)
             elif of_shard is not None:

@@ -24,7 +24,7 @@ from ds_vrgd.moments import (
     zeros_among,
 )
 from ds_vrgd.optim import checks, world
-from ds_vrgd.optim.observer import BadGradient, Observer
+from ds_vrgd.optim.observer import BadGradient, Observer, Shard
 
 # Relative difference of the ranks' gradients, in sums, up to which they count as equal: DDP leaves the same bits.
 SAME_GRADIENT = 1e-6
@@ -84,10 +84,9 @@ class GradientObserver(Observer):
         if error is not None:
             raise error
 
-    def gradient(self, tensor: Tensor, moments: Moments | None) -> tuple[Tensor, Tensor | None]:
+    def gradient(self, shard: Shard, moments: Moments | None) -> tuple[Tensor, Tensor | None]:
         """Return what is in ``.grad``: the caller may have scaled or clipped it, and only the caller knows how."""
-        assert tensor.grad is not None
-        return local(tensor.grad), None
+        return shard.grad, None
 
     def grad_norm(self, tensors: Sequence[Tensor]) -> Tensor:
         """Return the 2-norm of ``tensors``' gradients, which are the whole model; a collective for DTensors."""

@@ -12,6 +12,7 @@ from ds_vrgd.doctor.reference import DenseOptimizer
 from ds_vrgd.moments import Layer, Moments, Ranks, Segment, ShardLayout
 from ds_vrgd.moments.chan import moments_of
 from ds_vrgd.optim import OPTIMIZERS, Observer
+from ds_vrgd.optim.observer import Shard
 
 NUMELS = {"one": 1, "odd": 2047, "large": 4101, "still": 70, "elsewhere": 10}
 STARTS = {"one": 3, "odd": 4, "large": 2056, "still": 6157}
@@ -70,8 +71,8 @@ class OneShard(Observer):
     def moments(self, tensor: Tensor) -> Moments:
         return self._moments
 
-    def gradient(self, tensor: Tensor, moments: Moments | None) -> tuple[Tensor, Tensor | None]:
-        return self._gradient, torch.tensor(SCALE, device=tensor.device)
+    def gradient(self, shard: Shard, moments: Moments | None) -> tuple[Tensor, Tensor | None]:
+        return self._gradient, torch.tensor(SCALE, device=shard.grad.device)
 
     def unit(self, k: int) -> float:
         return 1.0

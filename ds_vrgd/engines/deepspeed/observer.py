@@ -22,7 +22,7 @@ from ds_vrgd.engines.deepspeed.held import GradientScale, clear, complete, offlo
 from ds_vrgd.engines.deepspeed.wrappers import holdings_of
 from ds_vrgd.moments import SUM_DTYPE, ChunkNorms, Discards, GradientHook, Layer, Moments, Ranks, ShardLayout
 from ds_vrgd.optim.checks import any_rank_has_bad, gather_bad
-from ds_vrgd.optim.observer import BadGradient, Observer
+from ds_vrgd.optim.observer import BadGradient, Observer, Shard
 
 Engine = Any
 
@@ -292,17 +292,16 @@ class EngineObserver(Observer):
         assert self._moments is not None
         return self._moments.moments(self._holdings.copies.get(tensor, tensor))
 
-    def gradient(self, tensor: Tensor, moments: Moments | None) -> tuple[Tensor, Tensor | None]:
+    def gradient(self, shard: Shard, moments: Moments | None) -> tuple[Tensor, Tensor | None]:
         """Return the mean of the chunks, summed in fp32, at the scale of the gradient that DeepSpeed handed over.
 
         Where somebody has edited the gradient since it was reduced, the edited values replace the mean.
         """
-        assert tensor.grad is not None
         if self._scale is not None and self._fused is not None:  # the total itself is in .grad, and not scaled yet
-            return tensor.grad, self._scale.of_total(tensor.device).to(tensor.dtype)
+            return shard.grad, self._scale.of_total(shard.grad.device).to(shard.grad.dtype)
         if self._scale is None or moments is None:
-            return tensor.grad, None
-        layout, gradient = self.layout(tensor), tensor.grad.flatten()
+            return shard.grad, None
+        layout, gradient = shard.layout, shard.grad.flatten()
         of_total = self._scale.of_total(gradient.device)
         factor = (of_total * (self._micro_batches / moments.parts)).to(moments.total.dtype)
         edited = self._edits.find(gradient, layout, moments, self._k // layout.share, self._micro_batches, self._scale)
