@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -90,22 +90,30 @@ class GradientObserver(Observer):
 
     def grad_norm(self, tensors: Sequence[Tensor]) -> Tensor:
         """Return the 2-norm of ``tensors``' gradients, which are the whole model; a collective for DTensors."""
-        cut: dict[tuple[Any, ...], list[Tensor]] = {}
+        return self._norm(self._by_ranks(tensors))
+
+    def clip(self, tensors: Sequence[Tensor], max_norm: float) -> Tensor:
+        """Clip as torch does; a collective for DTensors."""
+        found = self._by_ranks(tensors)
+        norm, grads = self._norm(found), [grad for alike in found.values() for grad in alike]
+        torch._foreach_mul_(grads, (max_norm / (norm + 1e-6)).clamp(max=1.0).to(grads[0].device, grads[0].dtype))
+        return norm
+
+    def _by_ranks(self, tensors: Sequence[Tensor]) -> dict[tuple[Any, ...], list[Tensor]]:
+        """Return the gradients by the process groups that share them."""
+        found: dict[tuple[Any, ...], list[Tensor]] = {}
         for tensor in tensors:
-            cut.setdefault(self.layout(tensor).layers[0].groups, []).append(tensor)
+            found.setdefault(self.layout(tensor).layers[0].groups, []).append(tensor)
+        return {groups: self._gradients(alike) for groups, alike in found.items()}
+
+    def _norm(self, grads: Mapping[tuple[Any, ...], list[Tensor]]) -> Tensor:
         squares = []
-        for groups, alike in cut.items():
-            norms = torch.stack(torch._foreach_norm(self._gradients(alike), 2, dtype=SUM_DTYPE))
+        for groups, alike in grads.items():
+            norms = torch.stack(torch._foreach_norm(alike, 2, dtype=SUM_DTYPE))
             squares.append(norms.square().sum().to(self.ranks.device or norms.device))
             for group in groups:
                 torch.distributed.all_reduce(squares[-1], group=group)
         return torch.stack(squares).sum().sqrt()
-
-    def clip(self, tensors: Sequence[Tensor], max_norm: float) -> Tensor:
-        """Clip as torch does; a collective for DTensors."""
-        norm, grads = self.grad_norm(tensors), self._gradients(tensors)
-        torch._foreach_mul_(grads, (max_norm / (norm + 1e-6)).clamp(max=1.0).to(grads[0].device, grads[0].dtype))
-        return norm
 
     def drop(self) -> None:
         """Forget the window's chunks with its gradients."""
