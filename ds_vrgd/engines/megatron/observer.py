@@ -199,9 +199,12 @@ class MegatronObserver(GradientObserver):
 
     def grad_norm(self, tensors: Sequence[Tensor]) -> Tensor:
         """Return the 2-norm of the gradient of the whole model, of which Megatron-Core knows the copies."""
-        norms = [torch.linalg.vector_norm(g, dtype=SUM_DTYPE) for g in self._wrapper.get_main_grads_for_grad_norm()]
+        wrapper = self._wrapper
+        select = getattr(wrapper, "_filter_grads_for_norm", None)  # 0.16.1 has no groups with a norm of their own
+        grads = select(wrapper.get_parameters()) if select else wrapper.get_main_grads_for_grad_norm()
+        norms = [torch.linalg.vector_norm(grad, dtype=SUM_DTYPE) for grad in grads]
         square = torch.stack([torch.zeros((), dtype=SUM_DTYPE, device=tensors[0].device), *norms]).square().sum()
-        dist.all_reduce(square, group=self._wrapper.get_grad_stats_parallel_group())
+        dist.all_reduce(square, group=wrapper.get_grad_stats_parallel_group())
         return square.sqrt()
 
     clip = Observer.clip  # Megatron-Core has no gradients in the optimizer's tensors before its own step

@@ -12,7 +12,7 @@ from megatron.core.distributed import DistributedDataParallel
 from ds_vrgd.extras import UnsupportedRelease
 
 #: The releases that the tests were run with.
-MEASURED = ("0.16.1",)
+MEASURED = ("0.16.1", "0.19.2")
 
 
 @dataclass(frozen=True)

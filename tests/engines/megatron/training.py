@@ -32,6 +32,7 @@ from ds_vrgd.doctor.chunks import norm_of
 from ds_vrgd.doctor.reference import DenseOptimizer
 from ds_vrgd.engines.megatron.exchange import BucketExchange
 from tests.engines.megatron.cases import Case
+from tests.support.ranks import DEVICE
 from tests.support.trajectory import DTYPES, noise_error
 
 VOCABULARY, LENGTH, SAMPLES = 32, 8, 2
@@ -76,7 +77,7 @@ class Run:
         self.model.zero_grad_buffer()
         self.optimizer.zero_grad()
         get_forward_backward_func()(
-            forward_step_func=_forward, data_iterator=iter(tokens), model=[self.model],
+            forward_step_func=_forward, data_iterator=iter(tokens.to(DEVICE)), model=[self.model],
             num_microbatches=self.case.accumulation, seq_length=LENGTH, micro_batch_size=SAMPLES, forward_only=False,
         )  # fmt: skip
 
@@ -89,11 +90,11 @@ class Run:
 
 def _forward(batches: Iterator[Tensor], model: Any) -> tuple[Tensor, Any]:
     tokens = next(batches)
-    positions = torch.arange(LENGTH).expand(SAMPLES, LENGTH)
-    hidden = torch.ones(1, 1, LENGTH, LENGTH).tril() < 0.5
+    positions = torch.arange(LENGTH, device=tokens.device).expand(SAMPLES, LENGTH)
+    hidden = torch.ones(1, 1, LENGTH, LENGTH, device=tokens.device).tril() < 0.5
     output = model(tokens[:, :-1], positions, hidden, labels=tokens[:, 1:])
     if model.config.calculate_per_token_loss:
-        return output, lambda losses: (losses.float().sum(), torch.tensor(losses.numel(), dtype=torch.int), {})
+        return output, lambda losses: (losses.float().sum(), torch.tensor(losses.numel(), dtype=torch.int, device=losses.device), {})
     return output, lambda losses: (losses.float().mean(), {})
 
 
@@ -118,7 +119,7 @@ def build(case: Case) -> Run:
         "persist_layer_norm": False, "init_method_std": 0.3, **half, **case.model,
     })  # fmt: skip
     with norms_for_sequence_parallelism(config):
-        gpt = _gpt(case, config)
+        gpt = _gpt(case, config).to(DEVICE)
     if half:
         gpt = Float16Module(config, gpt)
     ddp = {"use_distributed_optimizer": True, "bucket_size": 700, **case.ddp}
@@ -225,7 +226,7 @@ def joined(run: Run, mine: Mapping[Tensor, Tensor]) -> list[dict[str, Tensor]]:
         name: param.partition_dim if getattr(param, "tensor_model_parallel", False) else -1
         for param, name in run.names.items()
     }
-    own = {run.names[param]: (value.double(), dims[run.names[param]]) for param, value in mine.items()}
+    own = {run.names[param]: (value.double().cpu(), dims[run.names[param]]) for param, value in mine.items()}
     everyone: list[Any] = [None] * dist.get_world_size()
     where = parallel_state.get_data_parallel_rank(), parallel_state.get_tensor_model_parallel_rank()
     dist.all_gather_object(everyone, (where, own))
@@ -256,7 +257,7 @@ def weights(run: Run) -> dict[str, Tensor]:
         elif not getattr(param, "main_param_sharded", False):
             whole[param] = param.main_param.detach().clone()
         else:
-            flat = torch.zeros(param.numel(), dtype=torch.float32)
+            flat = torch.zeros(param.numel(), device=param.device)
             if param.main_param is not None:
                 own = wrapper._get_model_param_range_map(param)["param"]
                 flat[own.start : own.end] = param.main_param.detach()
