@@ -71,6 +71,7 @@ def environment(command: str, ranks: int, device: torch.device) -> dict[str, Any
             "CUDA": torch.version.cuda or "none",
             "NCCL": ".".join(map(str, torch.cuda.nccl.version())) if on_gpu else "none",
             "DeepSpeed": _version("deepspeed"),
+            "Megatron-Core": _version("megatron-core"),
             "triton": _version("triton"),
             "transformers": _version("transformers"),
             "Python": platform.python_version(),

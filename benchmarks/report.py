@@ -9,6 +9,7 @@ import argparse
 import sys
 from collections.abc import Iterable
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from benchmarks import pretraining_table
@@ -20,6 +21,9 @@ from benchmarks.record import read_runs
 Row = dict[str, Any]
 UNKNOWN = "–"
 _PARTS = ("forward", "backward", "step", "host step")
+
+#: The contenders of ``benchmarks.megatron``: how the table calls them, which is the name of ours.
+MEGATRON = {"megatron-adamw": "torch fused AdamW", "megatron-vrlamb": "VRLAMB", "megatron-lamb": "LAMB"}
 
 
 def milliseconds(spread: dict[str, float]) -> str:
@@ -66,6 +70,7 @@ def section(run: dict[str, Any]) -> list[str]:
     lines += _collectives(run["collectives"]) if run["collectives"] else []
     lines += _kernels(run["kernels"]) if run["kernels"] else []
     lines += _steps(run["steps"], environment["ranks"]) if run["steps"] else []
+    lines += _megatron(run["megatron"], environment["ranks"]) if run.get("megatron") else []
     lines += pretraining_table.lines(run["pretraining"]) if run.get("pretraining") else []
     return lines
 
@@ -136,6 +141,28 @@ def _steps_of_model(rows: list[Row], ranks: int) -> list[str]:
     header += ["/ AdamW", "/ bare", "peak, GB", "extra bytes"]
     micro_batches = sorted({row["micro_batch"] for row in rows})
     title = f"### Steps: BERT-{rows[0]['model']}, micro-batch {', '.join(map(str, micro_batches))} a rank"
+    return [title, "", *table(header, body)]
+
+
+def _megatron(rows: list[Row], ranks: int) -> list[str]:
+    first, body = rows[0], []
+    for row in rows:
+        low, high = row["interval"]
+        of_adamw = next(other for other in rows if other["contender"] == "megatron-adamw")
+        body.append(
+            [
+                MEGATRON[row["contender"]],
+                str(row["accumulation"]),
+                milliseconds(row["seconds"]["total"]),
+                *(f"{row['seconds'][part]['median'] * 1e3:.1f}" for part in _PARTS),
+                f"{median(row['ratios']):.3f} ({low:.3f}–{high:.3f})",
+                f"{(row['held_bytes'] - of_adamw['held_bytes']) * ranks / row['parameters']:+.2f}",
+            ]
+        )
+    header = ["", "accum.", "step, ms (10–90 %)", "forward", "backward", "`step()`", "its host time"]
+    header += ["/ AdamW (95 %)", "extra bytes"]
+    title = f"### Megatron-Core: {first['model']}, {first['parameters'] / 1e6:.0f} M parameters, micro-batch "
+    title += f"{first['micro_batch']} x {first['length']} a rank, {len(first['ratios'])} rounds"
     return [title, "", *table(header, body)]
 
 

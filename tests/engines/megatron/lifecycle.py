@@ -17,6 +17,7 @@ import ds_vrgd.megatron
 from ds_vrgd.engines.megatron.exchange import BucketExchange
 from tests.engines.megatron.cases import Case
 from tests.engines.megatron.training import Run, build, initialize, standard_overrides, weights
+from tests.support.ranks import DEVICE
 
 
 def train(run: Run, first: int, steps: int) -> None:
@@ -178,7 +179,7 @@ def errors(rank: int) -> dict[str, str]:
 def _tiny(run: Run) -> Any:
     """Return a model whose one weight is in the first rank's part of the padded buffer."""
     module = MegatronModule(run.model.config)
-    module.weight = torch.nn.Parameter(torch.ones(10))
+    module.weight = torch.nn.Parameter(torch.ones(10, device=DEVICE))
     return type(run.model)(run.model.config, run.model.ddp_config, module)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import platform
 from collections.abc import Mapping
 from dataclasses import replace
+from importlib import metadata
 
 import pytest
 import torch
@@ -39,6 +40,7 @@ QUICK = {
 TWO_RANKS = {
     **{f"{name}, {dtype}, 4": Case(name, dtype, 4) for name in OPTIMIZERS for dtype in ("fp32", "bf16")},
     "fp32, 1": Case(),
+    "bf16, 1": Case(dtype="bf16"),
     "bf16, 1, fp32 buffers": Case(dtype="bf16", ddp=FP32_BUFFERS),
     "bf16, fp32 buffers, overlap": replace(BF16, ddp={**FP32_BUFFERS, **OVERLAP}),
     "fp16 and its loss scale": Case(dtype="fp16", accumulation=2, config={"initial_loss_scale": 64.0}),
@@ -55,10 +57,11 @@ TWO_RANKS = {
     "LAMB, per-token loss": Case("LAMB", accumulation=4, model={"calculate_per_token_loss": True}),
     "VRAdamW with gamma 1": Case("VRAdamW", arguments={"gamma": 1.0}),
     "TP 2: VRLAMB": Case(tensor=2),
-    "TP 2: LAMB": Case("LAMB", accumulation=4, tensor=2),
+    **{f"TP 2: LAMB, {dtype}, {accumulation}": Case("LAMB", dtype, accumulation, tensor=2)
+       for dtype in ("fp32", "bf16") for accumulation in (1, 4)},
     "TP 2: LAMB, sequence parallelism": Case("LAMB", tensor=2, model={"sequence_parallel": True}),
     "PP 2: LARS, tied embeddings": Case("LARS", accumulation=4, pipeline=2, tied=True),
-}
+}  # fmt: skip
 FOUR_RANKS = {
     f"{name}, {dtype}, {accumulation}{note}": Case(optimizer, dtype, accumulation, ddp=ddp, **sizes)
     for name, sizes in {"TP 2 x DP 2": {"tensor": 2}, "PP 2 x DP 2": {"pipeline": 2}, "DP 4": {}}.items()
@@ -122,7 +125,8 @@ def of_four() -> dict[str, object]:
 
 def section(outcomes: Mapping[str, object]) -> str:
     """Return a section of docs/EXACTNESS.md."""
-    versions = f"Python {platform.python_version()}, torch {torch.__version__}, Megatron-Core 0.16.1, CPU, gloo"
+    versions = f"Python {platform.python_version()}, torch {torch.__version__}"
+    versions += f", Megatron-Core {metadata.version('megatron-core')}, CPU, gloo"
     lines = [exactness.MEGATRON + PREFACE, f"Measured with {versions}:\n\n    {COMMAND}\n"]
     lines += ["| configuration | ranks | of the weights |", "| --- | --- | --- |"]
     for ranks, cases in ((2, TWO_RANKS), (4, FOUR_RANKS)):

@@ -94,7 +94,8 @@ def _forward(batches: Iterator[Tensor], model: Any) -> tuple[Tensor, Any]:
     hidden = torch.ones(1, 1, LENGTH, LENGTH, device=tokens.device).tril() < 0.5
     output = model(tokens[:, :-1], positions, hidden, labels=tokens[:, 1:])
     if model.config.calculate_per_token_loss:
-        return output, lambda losses: (losses.float().sum(), torch.tensor(losses.numel(), dtype=torch.int, device=losses.device), {})
+        count = torch.tensor(output.numel(), dtype=torch.int, device=tokens.device)
+        return output, lambda losses: (losses.float().sum(), count, {})
     return output, lambda losses: (losses.float().mean(), {})
 
 
