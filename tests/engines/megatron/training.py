@@ -100,10 +100,11 @@ def _forward(batches: Iterator[Tensor], model: Any) -> tuple[Tensor, Any]:
 
 
 def initialize(tensor: int, pipeline: int) -> None:
-    """Make the model-parallel groups."""
-    if parallel_state.model_parallel_is_initialized():
+    """Make the model-parallel groups, unless they are there: each has communicators of its own."""
+    sizes = parallel_state.get_tensor_model_parallel_world_size, parallel_state.get_pipeline_model_parallel_world_size
+    if not parallel_state.model_parallel_is_initialized() or [size() for size in sizes] != [tensor, pipeline]:
         parallel_state.destroy_model_parallel()
-    parallel_state.initialize_model_parallel(tensor, pipeline)
+        parallel_state.initialize_model_parallel(tensor, pipeline)
     tensor_parallel.model_parallel_cuda_manual_seed(7)
 
 
