@@ -24,7 +24,7 @@ METHODS = [
     ("megatron.core.optimizer.optimizer.FP32Optimizer", "prepare_grads", "", OPTIMIZER),
     ("megatron.core.optimizer.optimizer.Float16OptimizerWithFloat16Params", "_copy_model_grads_to_main_grads", "",
      OPTIMIZER),
-    ("megatron.core.optimizer.optimizer.MegatronOptimizer", "get_main_grads_for_grad_norm", "", "observer.py"),
+    ("megatron.core.optimizer.optimizer.MegatronOptimizer", "get_parameters", "", "observer.py"),
     ("megatron.core.optimizer.optimizer.MegatronOptimizer", "get_grad_stats_parallel_group", "", "observer.py"),
     (DISTRIBUTED, "_copy_model_grads_to_main_grads", "", OPTIMIZER),
     (DISTRIBUTED, "_get_model_param_range_map", "param", OPTIMIZER),
@@ -86,6 +86,15 @@ def test_attributes(owner: str, names: str, ours: str) -> None:
     source = inspect.getsource(found(owner))  # type: ignore[arg-type]
     for name in names.split():
         assert f"self.{name}" in source, f"{owner}.{name} is gone: ds_vrgd/engines/megatron/{ours}"
+
+
+def test_the_gradients_of_a_norm_come_without_copies() -> None:
+    """Since 0.17 there are parameters with a norm of their own, which only the filter itself does not leave out."""
+    optimizer = importlib.import_module("megatron.core.optimizer.optimizer").MegatronOptimizer
+    name = "_filter_grads_for_norm" if hasattr(optimizer, "_filter_grads_for_norm") else "get_main_grads_for_grad_norm"
+    source = inspect.getsource(getattr(optimizer, name))
+    for mark in ("param_is_not_shared(", "param_is_not_tensor_parallel_duplicate(", "return grads_for_norm"):
+        assert mark in source, f"MegatronOptimizer.{name} has no {mark}: ds_vrgd/engines/megatron/observer.py"
 
 
 def test_a_bucket_group_asks_itself_for_the_reduction_and_waits_for_a_handle() -> None:

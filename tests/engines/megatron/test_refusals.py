@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,6 +12,11 @@ pytestmark = pytest.mark.slow  # importing Megatron-Core takes seconds
 
 GSNR_ALONE = {
     "calculate_per_token_loss", "sequence_parallel", "share_embeddings_and_output_weights", "data-parallel size 1",
+}  # fmt: skip
+#: Settings that 0.16.1 does not have, and which of the configurations has them.
+OF_NEWER = {
+    "fp4_param_gather": "ddp_config", "param_name_patterns_for_fp32_local_accumulation": "ddp_config",
+    "gtp_weight_remat_size": "config", "optimizer_cuda_graph": "optimizer",
 }  # fmt: skip
 
 
@@ -32,7 +38,7 @@ def setup(gsnr: bool = True, chunks: int = 1, shares: bool = False, **changed: A
         key: changed.pop(key) for key in list(changed) if key.endswith("_group")
     }
     for key, value in changed.items():
-        owners = [part for part in parts.values() if hasattr(part, key)]
+        owners = [parts[OF_NEWER[key]]] if key in OF_NEWER else [p for p in parts.values() if hasattr(p, key)]
         assert owners, f"Megatron-Core has no {key}"
         for owner in owners:
             setattr(owner, key, value)
@@ -50,6 +56,11 @@ ROWS: dict[str, dict[str, Any]] = {
     "use_precision_aware_optimizer": {"use_precision_aware_optimizer": True},
     "optimizer_cpu_offload": {"optimizer_cpu_offload": True},
     "fp8_param_gather": {"fp8_param_gather": True},
+    "fp4_param_gather": {"fp4_param_gather": True},
+    "param_name_patterns_for_fp32_local_accumulation": {"param_name_patterns_for_fp32_local_accumulation": ("all",)},
+    "gtp_weight_remat_size": {"gtp_weight_remat_size": 2},
+    "cuda_graph_impl": {"cuda_graph_impl": "local"},
+    "optimizer_cuda_graph": {"optimizer_cuda_graph": True},
     "num_distributed_optimizer_instances": {"num_distributed_optimizer_instances": 2},
     "overlap_param_gather_with_optimizer_step": {"overlap_param_gather_with_optimizer_step": True},
     "context_parallel_size": {"context_parallel_size": 2},
@@ -86,6 +97,13 @@ def test_a_row_refuses_and_names_the_setting_and_the_way_out(what: str) -> None:
             require_supported("LAMB", setup(gsnr=False, **ROWS[what]))
 
 
+def test_settings_of_newer_releases_have_their_names() -> None:
+    release = importlib.import_module("megatron.core").__version__
+    parts = {"ddp_config": setup().ddp, "config": setup().model, "optimizer": setup().config}
+    for key, part in OF_NEWER.items():
+        assert hasattr(parts[part], key) == (release != "0.16.1"), f"Megatron-Core {release} and {key}: refusals.py"
+
+
 @pytest.mark.parametrize("changed", [{"qk_layernorm": True}, {"mtp_num_layers": 1}])
 def test_other_settings_with_the_same_effect(changed: dict[str, Any]) -> None:
     from ds_vrgd.engines.megatron.refusals import require_supported
@@ -101,5 +119,5 @@ def test_a_release_that_was_not_measured_is_refused(monkeypatch: pytest.MonkeyPa
     from ds_vrgd.extras import UnsupportedRelease
 
     monkeypatch.setattr(megatron.core, "__version__", "0.17.0")
-    with pytest.raises(UnsupportedRelease, match=r"0\.17\.0 was not measured.*Install megatron-core 0\.16\.1"):
+    with pytest.raises(UnsupportedRelease, match=r"0\.17\.0 was not measured.*Install megatron-core 0\.16\.1 or"):
         require_supported("VRLAMB", setup())
