@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params, FP32Optimizer
@@ -19,9 +20,11 @@ from ds_vrgd.optim.observer import RATIOS, Shard
 
 #: The numbers of a tensor's state, alike for all of them, which are saved once.
 COUNTS = ("step", RATIOS)
-#: The one layout of the distributed optimizer's checkpoints with a place for every state. Others know ``exp_avg`` and
-#: ``exp_avg_sq`` alone, or ("fully_sharded_model_space") no longer work in Megatron-Core itself.
-WAY = "dp_reshardable"
+#: The layouts of the distributed optimizer's checkpoints with a place for every state, and what loads them.
+WAYS = {
+    "dp_reshardable": "load_parameter_state_from_dp_reshardable",
+    "fully_reshardable": "load_parameter_state_from_fully_reshardable",
+}
 
 
 def get_optimizer(
@@ -116,7 +119,7 @@ def _put_inside(wrapper: Any, kind: type[VROptimizer], arguments: dict[str, Any]
 
 def _sizes(own: int, group: Any) -> list[int]:
     found = [0] * group.size()
-    torch.distributed.all_gather_object(found, own, group=group)
+    dist.all_gather_object(found, own, group=group)
     return found
 
 
@@ -220,8 +223,8 @@ class _Distributed(_with_ours(DistributedOptimizer)):  # type: ignore[misc]
         if self.grad_scaler and "grad_scaler" in state_dict:
             self.grad_scaler.load_state_dict(state_dict["grad_scaler"])
         if "param_state" in state_dict:
-            _require_way(state_dict["param_state_sharding_type"])
-            self.load_parameter_state_from_dp_reshardable(state_dict["param_state"])
+            load = _require_way(state_dict["param_state_sharding_type"])
+            getattr(self, load)(state_dict["param_state"])
 
     def sharded_state_dict(
         self,
@@ -238,9 +241,40 @@ class _Distributed(_with_ours(DistributedOptimizer)):  # type: ignore[misc]
         _require_way(sharding_type or (metadata or {}).get("distrib_optim_sharding_type", "fully_sharded_model_space"))
         return super().sharded_state_dict(model_sharded_state_dict, is_loading, sharding_type, metadata)
 
-    def get_parameter_state_dp_zero(self, *args: Any, **kwargs: Any) -> Any:
-        """Refuse the layout of ``save_parameter_state``."""
+    def save_parameter_state(self, filename: str) -> None:
+        """Refuse a file that :meth:`load_parameter_state` could not read."""
         _require_way("dp_zero_gather_scatter")
+
+    @torch.no_grad()
+    def get_parameter_state_dp_zero(
+        self, use_gloo_comm: bool = True, empty_data: bool = False, return_on_all_ranks: bool = False
+    ) -> Any:
+        """Return every state in whole buffers, for ``fully_reshardable``; a collective of the data-parallel ranks.
+
+        Megatron-Core's own has Adam's two states alone, and not the padding between buckets, which the ranges that it
+        is read by count.
+        """
+        group, keeps = self.data_parallel_group, return_on_all_ranks or self.data_parallel_group.rank() == 0
+        states = {param: self._get_main_param_and_optimizer_states(param) for param in self.model_param_group_index_map}
+        everyone: list[dict[str, torch.dtype]] = [{}] * group.size()
+        mine = {key: value.dtype for state in states.values() for key, value in state.items()}
+        dist.all_gather_object(everyone, mine, group=group)
+        dtypes = {key: dtype for of_rank in everyone for key, dtype in of_rank.items()}
+        found: dict[int, Any] = {}
+        for index, (buffer, ranges) in enumerate(zip(self.buffers, self.gbuf_ranges, strict=True)):
+            ((kind, of_buckets),) = ranges.items()
+            found[index] = {kind: {key: torch.zeros(buffer.numel * keeps, dtype=dtypes[key]) for key in sorted(dtypes)}}
+            for key, whole in found[index][kind].items() if not empty_data else ():
+                for bucket, of_bucket in zip(buffer.buckets, of_buckets, strict=True):
+                    gathered = torch.empty_like(bucket.grad_data, dtype=whole.dtype)
+                    part = torch.zeros_like(gathered[: gathered.numel() // group.size()])
+                    for param, run in of_bucket["param_map"].items():
+                        if key in states[param]:
+                            part[run["gbuf_local"].start : run["gbuf_local"].end] = states[param][key]
+                    dist.all_gather_into_tensor(gathered, part, group=group)
+                    if keeps:
+                        whole[bucket.offset : bucket.offset + gathered.numel()] = gathered
+        return found if keeps else None
 
     def _get_main_param_and_optimizer_states(self, model_param: Tensor) -> dict[str, Tensor]:
         found: dict[str, Tensor] = super()._get_main_param_and_optimizer_states(model_param)
@@ -252,12 +286,14 @@ class _Distributed(_with_ours(DistributedOptimizer)):  # type: ignore[misc]
             own.copy_(tensors[key])
 
 
-def _require_way(way: str) -> None:
-    if way != WAY:
+def _require_way(way: str) -> str:
+    """Return what loads a layout of checkpoints."""
+    if way not in WAYS:
         raise ValueError(
-            f"distrib_optim_sharding_type={way!r} has no place for every state of ds_vrgd's optimizers. Use {WAY!r} "
-            "(--ckpt-format torch_dist without --dist-ckpt-optim-fully-reshardable)"
+            f"distrib_optim_sharding_type={way!r} has no place for every state of ds_vrgd's optimizers. Use "
+            f"{' or '.join(map(repr, WAYS))} (--ckpt-format torch_dist, --dist-ckpt-optim-fully-reshardable)"
         )
+    return WAYS[way]
 
 
 _CLASSES = {

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
-from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject, ShardedObject, ShardedTensor
+from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.utils import unwrap_model
 from torch import Tensor
 
 import ds_vrgd.megatron
 from ds_vrgd.engines.megatron.exchange import BucketExchange
 from tests.engines.megatron.cases import Case
-from tests.engines.megatron.training import Run, build, initialize, standard_overrides, weights
+from tests.engines.megatron.training import Run, build, initialize, standard_overrides, states, weights
 from tests.support.ranks import DEVICE
 
 
@@ -37,17 +38,27 @@ def state_of(run: Run) -> dict[str, list[Tensor]]:
     return found
 
 
-def plain(entry: Any) -> Any:
-    """Return what ``dist_checkpointing.load`` makes of a sharded state dict with the same ranks, without the files."""
-    if isinstance(entry, dict):
-        return {key: plain(value) for key, value in entry.items()}
-    if isinstance(entry, (list, tuple)):
-        return [plain(value) for value in entry]
-    if isinstance(entry, LocalNonpersistentObject):
-        return plain(entry.unwrap())
-    if isinstance(entry, (ShardedTensor, ShardedObject)):
-        return copy.deepcopy(entry.data.detach() if isinstance(entry.data, Tensor) else entry.data)
-    return entry
+def sharded(run: Run, way: str, loading: bool) -> dict[str, Any]:
+    """Return what ``dist_checkpointing`` takes of model and optimizer."""
+    model = unwrap_model(run.model).sharded_state_dict()
+    metadata = {"distrib_optim_sharding_type": way}
+    return {"model": model, "optimizer": run.optimizer.sharded_state_dict(model, loading, metadata=metadata)}
+
+
+def save(run: Run, way: str, folder: str) -> None:
+    Path(folder).mkdir(exist_ok=True)
+    dist_checkpointing.save(sharded(run, way, False), folder)
+
+
+def end_writer() -> None:
+    """End the writer's process: it would outlive the rank, which does not clean up, and keep its output open."""
+    filesystem_async._results_queue = None
+
+
+def load(run: Run, way: str, folder: str) -> None:
+    found = dist_checkpointing.load(sharded(run, way, True), folder)
+    unwrap_model(run.model).load_state_dict(found["model"])
+    run.optimizer.load_state_dict(found["optimizer"])
 
 
 def same(ours: Mapping[str, Any], others: Mapping[str, Any]) -> bool:
@@ -74,35 +85,59 @@ def resume(rank: int, cases: Mapping[str, tuple[Case, str]], folder: str) -> dic
             found[name] = _resume(case, way, f"{folder}/{number}")
         except ValueError as error:
             found[name] = str(error)
+    end_writer()
     return found
 
 
 def _resume(case: Case, way: str, folder: str) -> tuple[bool, bool, bool]:
-    run = build(case)
+    run, file = build(case), f"{folder}-{dist.get_rank()}.pt"
     train(run, 0, 3)
-    metadata = {"distrib_optim_sharding_type": way}
-
-    def sharded(run: Run, loading: bool) -> Any:
-        return run.optimizer.sharded_state_dict(run.model.sharded_state_dict(), loading, metadata=metadata)
-
     if way == "state_dict":
-        torch.save(run.optimizer.state_dict(), f"{folder}-{dist.get_rank()}.pt")
+        torch.save({"model": run.model.state_dict(), "optimizer": run.optimizer.state_dict()}, file)
     else:
-        torch.save(plain(sharded(run, False)), f"{folder}-{dist.get_rank()}.pt")
-    weights_of_model = {key: copy.deepcopy(value) for key, value in run.model.state_dict().items()}
+        save(run, way, folder)
     train(run, 3, 2)
     expected, state = weights(run), state_of(run)
     again = build(case)
     fresh = weights(again)
-    again.model.load_state_dict(weights_of_model)
-    if way != "state_dict":
-        sharded(again, True)  # what is asked for before the files are read
-    again.optimizer.load_state_dict(torch.load(f"{folder}-{dist.get_rank()}.pt", weights_only=False))
+    if way == "state_dict":
+        found = torch.load(file, weights_only=False)
+        again.model.load_state_dict(found["model"])
+        again.optimizer.load_state_dict(found["optimizer"])
+    else:
+        load(again, way, folder)
     again.schedule.step(3)
     train(again, 3, 2)
     end = weights(again)
     moved = any(not torch.equal(end[key], fresh[key]) for key in end)
     return same(end, expected), same(state_of(again), state), moved
+
+
+def save_and_show(rank: int, cases: Sequence[tuple[Case, str]], folder: str) -> list[dict[str, dict[str, Tensor]]]:
+    """Train every case for three steps, save it, and return the whole weights and states."""
+    found = []
+    for number, (case, way) in enumerate(cases):
+        initialize(case.tensor, case.pipeline)
+        run = build(case)
+        train(run, 0, 3)
+        save(run, way, f"{folder}/{number}")
+        found.append(states(run))
+    end_writer()
+    return found
+
+
+def load_and_show(
+    rank: int, cases: Sequence[tuple[Case, str]], folders: Sequence[str]
+) -> list[dict[str, dict[str, Tensor]]]:
+    """Load every case, return the whole weights and states, and take a step with them."""
+    found = []
+    for (case, way), folder in zip(cases, folders, strict=True):
+        initialize(case.tensor, case.pipeline)
+        run = build(case)
+        load(run, way, folder)
+        found.append(states(run))
+        train(run, 3, 1)
+    return found
 
 
 def nonfinite(rank: int, dtype: str, config: Mapping[str, Any]) -> dict[str, Any]:

@@ -268,6 +268,22 @@ def weights(run: Run) -> dict[str, Tensor]:
     return joined(run, whole)[0]
 
 
+def states(run: Run) -> dict[str, dict[str, Tensor]]:
+    """Return the whole master weights and states of the distributed optimizer, by key and name. A collective."""
+    wrapper, found = run.wrapper, {}
+    for key in ("param", "exp_avg", "exp_avg_sq", "exp_avg_gsnr"):
+        whole = {}
+        for param in run.names:
+            flat = torch.zeros(param.numel(), device=param.device)
+            if param in wrapper.model_param_group_index_map:
+                own = wrapper._get_model_param_range_map(param)["param"]
+                flat[own.start : own.end] = wrapper._get_main_param_and_optimizer_states(param)[key]
+            dist.all_reduce(flat, group=parallel_state.get_data_parallel_group())
+            whole[param] = flat.view(param.shape)
+        found[key] = joined(run, whole)[0]
+    return found
+
+
 def reference_of(run: Run, start: Mapping[str, Tensor]) -> DenseOptimizer:
     matrices = [name for name, weight in start.items() if weight.dim() > 1 and not name.endswith(".bias")]
     vectors = [name for name in start if name not in matrices]
