@@ -34,6 +34,9 @@ METHODS = [
      "model_param tensors", OPTIMIZER),
     (DISTRIBUTED, "load_parameter_state_from_dp_reshardable",
      "state_dict", OPTIMIZER),
+    (DISTRIBUTED, "load_parameter_state_from_fully_reshardable",
+     "state_dict", OPTIMIZER),
+    (DISTRIBUTED, "save_parameter_state", "filename", OPTIMIZER),
     (DISTRIBUTED, "get_parameter_state_dp_zero",
      "use_gloo_comm empty_data return_on_all_ranks", OPTIMIZER),
     (DISTRIBUTED, "sharded_state_dict",
@@ -50,12 +53,13 @@ ATTRIBUTES = [
      "buckets ddp_config intra_distributed_optimizer_instance_group data_parallel_group is_first_batch "
      "grad_reduce_handle", EXCHANGE),
     ("megatron.core.distributed.param_and_grad_buffer._ParamAndGradBucket", "params_list grad_data offset", EXCHANGE),
-    ("megatron.core.distributed.param_and_grad_buffer._ParamAndGradBuffer", "buckets param_index_map grad_dtype",
+    ("megatron.core.distributed.param_and_grad_buffer._ParamAndGradBuffer", "buckets param_index_map grad_dtype numel",
      OPTIMIZER),
     ("megatron.core.distributed.DistributedDataParallel",
      "ddp_config buffers bucket_groups dp_cp_group tp_group pp_group", "observer.py"),
     (DISTRIBUTED,
-     "model_fp32_groups model_float16_groups shard_fp32_groups shard_fp32_from_float16_groups", OPTIMIZER),
+     "model_fp32_groups model_float16_groups shard_fp32_groups shard_fp32_from_float16_groups data_parallel_group "
+     "buffers gbuf_ranges model_param_group_index_map", OPTIMIZER),
     ("megatron.core.optimizer.optimizer.Float16OptimizerWithFloat16Params",
      "fp32_from_fp32_groups float16_groups fp32_from_float16_groups", OPTIMIZER),
     ("megatron.core.optimizer.optimizer.MegatronOptimizer", "optimizer config init_state_fn", OPTIMIZER),
@@ -95,6 +99,16 @@ def test_the_gradients_of_a_norm_come_without_copies() -> None:
     source = inspect.getsource(getattr(optimizer, name))
     for mark in ("param_is_not_shared(", "param_is_not_tensor_parallel_duplicate(", "return grads_for_norm"):
         assert mark in source, f"MegatronOptimizer.{name} has no {mark}: ds_vrgd/engines/megatron/observer.py"
+
+
+def test_whole_states_are_read_by_the_ranges_of_the_buffer() -> None:
+    optimizer = importlib.import_module("megatron.core.optimizer.distrib_optimizer").DistributedOptimizer
+    source = inspect.getsource(optimizer.sharded_param_state_fully_reshardable)
+    for part in (
+        "self.get_parameter_state_dp_zero(", ") in buffer.param_index_map.items():",
+        "for state_key in world_tensor_keys:", "world_tensors[state_key][param_world_start:param_world_end]",
+    ):  # fmt: skip
+        assert part in source, f"DistributedOptimizer no longer has {part}: ds_vrgd/engines/megatron/optimizer.py"
 
 
 def test_a_bucket_group_asks_itself_for_the_reduction_and_waits_for_a_handle() -> None:
