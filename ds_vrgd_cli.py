@@ -178,6 +178,10 @@ def add_doctor(subparsers: Subparsers) -> None:
     what.add_argument(
         "--fsdp", nargs="?", const="VRLAMB", metavar="OPTIMIZER", help="PyTorch's FSDP2 instead of DeepSpeed (VRLAMB)"
     )
+    what.add_argument(
+        "--megatron", nargs="?", const="VRLAMB", metavar="OPTIMIZER",
+        help="Megatron-Core's distributed optimizer instead (VRLAMB); on GPUs",
+    )  # fmt: skip
     what.add_argument("--cluster", action="store_true", help="check the nodes before a run, instead of a configuration")
     parser.add_argument(
         "--world", type=_positive, metavar="N", help="ranks to start (default: the GPUs, else 2 on CPU)"

@@ -27,7 +27,7 @@ OTHERS = {
     "transformers": {"hf"},
     "accelerate": {"hf"},
     "triton": {"kernels"},
-    "megatron": {"engines"},
+    "megatron": {"engines", "doctor"},
     "shtab": {"cli"},
 }
 

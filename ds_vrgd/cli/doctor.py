@@ -40,8 +40,18 @@ def run(options: argparse.Namespace) -> int:
         if options.world not in (None, world):
             raise ValueError(f"--world {options.world}, but {world} ranks were launched; leave --world out")
         if options.fsdp:
-            rows = [("optimizer", require_optimizer(options.fsdp))]
+            rows = [("optimizer", require_optimizer("--fsdp", options.fsdp))]
             check: Any = (examine_fsdp, options.fsdp, options.model, steps)
+        elif options.megatron:
+            need("megatron", "megatron")
+            from ds_vrgd.doctor.megatron import examine_megatron
+
+            rows = [("optimizer", require_optimizer("--megatron", options.megatron))]
+            if get_accelerator().device_name() == "cpu":
+                raise ValueError(
+                    "--megatron: Megatron-Core asks for CUDA, and there is no GPU here. Run it where one is"
+                )
+            check = (examine_megatron, options.megatron, options.model, steps)
         else:
             settings = prepare(read_config(options.deepspeed_config), world, get_accelerator().device_name())
             rows = [("configuration", str(options.deepspeed_config)), *settings.rows()]

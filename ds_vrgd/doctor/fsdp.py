@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,10 +22,10 @@ from ds_vrgd.optim import OPTIMIZERS
 SAMPLES, MICRO_BATCHES, RATE = 4, 2, 1e-2
 
 
-def require_optimizer(name: str) -> str:
-    """Return the name of an optimizer; ValueError if there is none."""
+def require_optimizer(flag: str, name: str) -> str:
+    """Return the name of an optimizer, given with a flag; ValueError if there is none."""
     if name not in OPTIMIZERS:
-        raise ValueError(f"--fsdp {name}: not an optimizer of ds_vrgd. Give one of {', '.join(OPTIMIZERS)}")
+        raise ValueError(f"{flag} {name}: not an optimizer of ds_vrgd. Give one of {', '.join(OPTIMIZERS)}")
     return name
 
 
@@ -64,22 +65,42 @@ def _examine(optimizer: str, dtype: str, named: str | None, steps: int) -> Outco
             (loss_of(trained, micro_batches[index]) / MICRO_BATCHES).backward()
         made.step()
         made.zero_grad()
-    weights = whole(trained)
+    rows: list[Row] = [
+        ("FSDP2", f"{dtype}, {world} ranks"),
+        ("k", f"{world * MICRO_BATCHES} = {world} ranks x {MICRO_BATCHES} micro-batches"),
+    ]
+    return compare(rows, whole(trained), start, reference, steps)
+
+
+def compare(
+    rows: Sequence[Row],
+    weights: Mapping[str, Tensor],
+    start: Mapping[str, Tensor],
+    reference: DenseOptimizer,
+    steps: int,
+) -> Outcome:
+    """Return what there is to say about a training, after ``rows``.
+
+    Args:
+        rows: what was trained.
+        weights, start: the weights after and before ``steps`` steps.
+        reference: which took them, too.
+        steps: their number.
+    """
     size = norm_of(list(reference.params.values()))
     error = norm_of([weights[name].double() - weight for name, weight in reference.params.items()]) / size
     moved = norm_of([weight - start[name] for name, weight in reference.params.items()]) / size
     faults = [] if error <= OF_WEIGHTS else [f"the error {error:.1e} is above {OF_WEIGHTS:.1e}"]
     if not moved >= VISIBLE:
         faults.append(f"the weights moved by {moved:.1e} of their norm, too little to show anything")
-    rows: list[Row] = [
-        ("FSDP2", f"{dtype}, {world} ranks"),
-        ("k", f"{world * MICRO_BATCHES} = {world} ranks x {MICRO_BATCHES} micro-batches"),
+    found: list[Row] = [
+        *rows,
         ("layers", str(len(start))),
         ("steps", f"{steps}; the weights moved by {moved:.1e} of their norm"),
         ("error", f"{error:.1e} of the weights' norm, at most {OF_WEIGHTS:.1e}"),
     ]
-    rows += [("NOT EXACT", fault) for fault in faults] or [("verdict", "exact")]
-    return Outcome(rows, NOT_EXACT if faults else EXACT)
+    found += [("NOT EXACT", fault) for fault in faults] or [("verdict", "exact")]
+    return Outcome(found, NOT_EXACT if faults else EXACT)
 
 
 def shard(model: nn.Module, mesh: Any, dtype: torch.dtype) -> nn.Module:

@@ -117,6 +117,15 @@ class MegatronObserver(GradientObserver):
     def _name_of(self, param: Tensor) -> str:
         return self._params[param]
 
+    def whole(self) -> dict[str, Tensor]:
+        """Return a distributed optimizer's whole fp32 weights on the CPU; a collective of the data-parallel ranks."""
+        found = {param: torch.zeros(param.numel(), device=param.device) for param in self._params}
+        for tensor, part in self._parts.items():
+            found[part.param][part.first : part.first + tensor.numel()] = tensor.detach()
+        for flat in found.values():
+            dist.all_reduce(flat, group=self._data)
+        return {self._params[param]: flat.view(param.shape).cpu() for param, flat in found.items()}
+
     # -- what Megatron-Core's optimizer reports -----------------------------------------------------------------------
 
     def note_loss_scale(self) -> None:
