@@ -67,6 +67,10 @@ NETWORKS = {
         128, {"hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16, "intermediate_size": 4096}
     ),
     "base": Network(256),
+    # 2.5 billion parameters.
+    "xl": Network(
+        32, {"hidden_size": 2560, "num_hidden_layers": 32, "num_attention_heads": 20, "intermediate_size": 10240}
+    ),
     # So small that a CPU shows in a minute that everything runs; its times mean nothing.
     "tiny": Network(
         2,
