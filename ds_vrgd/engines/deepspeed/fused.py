@@ -52,13 +52,14 @@ class _Fused:
     came: Callable[[Tensor], bool]
     edits: FusedEdits
     _published: bool
+    _formed: Tensor | None  # the norm, from the check for an overflow until DeepSpeed asks for it
     _runs: dict[bool, list[tuple[Tensor, int, int]]]  # by whether this rank counts them: shard, start, elements
 
     def _set_up(self, exchange: ShardedMoments, layouts: Mapping[Tensor, ShardLayout], measures: bool) -> None:
         self.exchange = exchange
         own_hooks = {hook.id for hook in self._grad_acc_hooks}  # type: ignore[attr-defined]
         self.edits = FusedEdits(exchange, own_hooks, measures=measures)
-        self._published = False
+        self._published, self._formed = False, None
         self._runs = {True: [], False: []}
         for shard, layout in layouts.items():
             runs = [(layout.layers[s.layer].counted, s.start, s.numel) for s in layout.segments]
@@ -91,7 +92,7 @@ class _Fused:
 
     def forget(self) -> None:
         """Begin the next window."""
-        self._published = False
+        self._published, self._formed = False, None
         self.edits.clear()
 
     def unfuse(self) -> None:
@@ -123,13 +124,16 @@ class _Fused:
 
     @replaces
     def has_overflow(self, partition_gradients: bool = True) -> bool:
-        """Look at the sums of the exchange; DeepSpeed looks at its own buffers."""
-        largest = torch.stack(torch._foreach_norm(self._totals(), math.inf))
-        overflow = (~torch.isfinite(largest).all()).to(torch.uint8)
-        self._over_ranks(overflow, torch.distributed.ReduceOp.MAX)
-        return bool(overflow.item())
+        """Form the norm of the sums of the exchange, which tells, and which DeepSpeed asks for next."""
+        self._formed = self._form_norm()
+        return bool(self._formed < 0)
 
     def _norm(self) -> Tensor:
+        """Return the norm that :meth:`has_overflow` has formed in this step, if it was asked; else form it."""
+        formed, self._formed = self._formed, None
+        return self._form_norm() if formed is None else formed
+
+    def _form_norm(self) -> Tensor:
         """Return the 2-norm of the gradient over the whole model, still with the loss scale; an all-reduce, or two.
 
         Invalid where any rank's gradient is not finite, also in what this rank leaves to another one to count.
@@ -142,13 +146,10 @@ class _Fused:
         square = torch.stack(torch._foreach_norm(counted or [self._totals()[0][:0]])).square().sum()
         if left_out:
             square += 0.0 * torch.stack(torch._foreach_norm(left_out, math.inf)).sum()  # 0, or NaN
-        self._over_ranks(square, torch.distributed.ReduceOp.SUM)
+        torch.distributed.all_reduce(square, group=self.dp_process_group)  # type: ignore[attr-defined]
+        self._model_parallel_all_reduce(square, torch.distributed.ReduceOp.SUM)  # type: ignore[attr-defined]
         norm = square.sqrt()
         return torch.where(torch.isfinite(norm), norm, INVALID_NORM)
-
-    def _over_ranks(self, value: Tensor, op: Any) -> None:
-        torch.distributed.all_reduce(value, op=op, group=self.dp_process_group)  # type: ignore[attr-defined]
-        self._model_parallel_all_reduce(value, op)  # type: ignore[attr-defined]
 
 
 class FusedZeroOptimizer(_Fused, DeepSpeedZeroOptimizer):  # type: ignore[misc]
