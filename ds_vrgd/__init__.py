@@ -19,8 +19,22 @@ from ds_vrgd.noise import (
     clamped_by_noise,
     gsnr_stats,
     noise_scale,
+    rank_report,
 )
-from ds_vrgd.optim import LAMB, LARS, VRLAMB, VRLARS, VRSGD, VRAdam, VRAdamW, VRMomentum
+from ds_vrgd.optim import (
+    LAMB,
+    LARS,
+    VRLAMB,
+    VRLARS,
+    VRSGD,
+    RankError,
+    RankEvent,
+    RankReport,
+    RankWatch,
+    VRAdam,
+    VRAdamW,
+    VRMomentum,
+)
 
 __version__ = "0.1.0"
 
@@ -41,6 +55,10 @@ __all__ = [
     "NoiseScaleEstimate",
     "NoiseScaleMeter",
     "NoiseScaleUnknown",
+    "RankError",
+    "RankEvent",
+    "RankReport",
+    "RankWatch",
     "VRAdam",
     "VRAdamW",
     "VRMomentum",
@@ -49,4 +67,5 @@ __all__ = [
     "clamped_by_noise",
     "gsnr_stats",
     "noise_scale",
+    "rank_report",
 ]

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ds_vrgd import gsnr
-from ds_vrgd.optim import LayerStatistics, VROptimizer
+from ds_vrgd.optim import LayerStatistics, RankReport, VROptimizer
 
 DECAY, CONFIDENCE = 0.99, 0.95
 
@@ -146,6 +146,23 @@ def gsnr_stats(engine_or_optimizer: Any) -> GSNRStatistics:
         noise = [clamped_by_noise(part.k // share, gamma) or () for share, gamma in yardsticks]
         layers |= {part.table.names[index]: LayerGSNR(*rows[index], *noise[index]) for index in part.measured}
     return GSNRStatistics(measured[-1].k, layers)
+
+
+def rank_report(engine_or_optimizer: Any) -> RankReport:
+    """Return the ranks' gradients of the last step side by side, the same on all ranks of a node. Not a collective.
+
+    Args:
+        engine_or_optimizer: a DeepSpeed engine, one of our optimizers, or a wrapper of one.
+
+    Raises:
+        TypeError: there is no optimizer of ours inside.
+        RuntimeError: nothing was compared yet, or ``watch`` is None.
+    """
+    optimizer = find_optimizer(engine_or_optimizer)
+    if optimizer.recorder is None or optimizer.recorder.report is None:
+        why = "watch=None compares no ranks" if optimizer.recorder is None else "it has not stepped yet"
+        raise RuntimeError(f'{type(optimizer).__name__} has no report on ranks: {why}. Set watch="log", and step')
+    return optimizer.recorder.report
 
 
 class NoiseScaleUnknown(RuntimeError):

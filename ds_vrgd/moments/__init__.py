@@ -2,6 +2,7 @@
 
 from ds_vrgd.moments.buckets import Route
 from ds_vrgd.moments.chan import Moments
+from ds_vrgd.moments.compare import Comparison
 from ds_vrgd.moments.compose import CombinedMoments, CopiedMoments
 from ds_vrgd.moments.exchange import Exchange, WindowMoments
 from ds_vrgd.moments.groups import NodeGroups, SequenceGroups
@@ -15,6 +16,7 @@ __all__ = [
     "SUM_DTYPE",
     "ChunkNorms",
     "CombinedMoments",
+    "Comparison",
     "CopiedMoments",
     "Discards",
     "Exchange",

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from ds_vrgd.moments.buckets import Bucket, Buffer, Route, cut_into_buckets
 from ds_vrgd.moments.chan import Moments, zeros_like
+from ds_vrgd.moments.compare import Comparison, Part, Run
 from ds_vrgd.moments.groups import NodeGroups, SequenceGroups
 from ds_vrgd.moments.hooks import value_of
 from ds_vrgd.moments.norms import ChunkNorms
@@ -72,9 +73,11 @@ class ShardedMoments:
         eager: send a bucket as soon as it is full; else all of them at the end of the micro-batch. Of several exchanges
             over different groups only one may be eager, because the ranks must start them in one order.
         variance: whether the centred sum of squares is wanted; without it, moments are the mean alone.
+        compares: whether the ranks are compared.
 
     Attributes:
         routes, group: as given.
+        comparison: of the ranks in this rank's node, and of the nodes; None where they are not compared.
         before_first_bucket: called before the first exchange of every micro-batch, on all ranks alike, where they
             exchange.
     """
@@ -91,6 +94,7 @@ class ShardedMoments:
         sequences: SequenceGroups | None = None,
         eager: bool = True,
         variance: bool = True,
+        compares: bool = False,
     ) -> None:
         self.routes, self.group = tuple(routes), group
         self.before_first_bucket: Callable[[], None] | None = None
@@ -99,6 +103,8 @@ class ShardedMoments:
         self._sequences, self._variance = sequences, variance
         first, peers = self._groups.rank - self._groups.index, self._groups.per_node
         self._rows = [] if sequences is None else sequences.rows(range(first, first + peers))
+        self.comparison = self._compared() if compares else None
+        self._parts: dict[Bucket, Part] = {}
         self._bucket_numel, self._in_flight, self._eager, self._held_back = bucket_numel, in_flight, eager, False
         self._buckets: list[Bucket] = []
         self._bucket_of: dict[Tensor, int] = {}
@@ -108,6 +114,35 @@ class ShardedMoments:
         self._flights: deque[tuple[Bucket, Buffer, Buffer, Any]] = deque()
         self._spare: dict[tuple[str, torch.dtype, torch.device], deque[Buffer]] = {}
         self._next = self._micro_batches = self._finished = 0
+
+    def _compared(self) -> Comparison:
+        """Return the comparison of the ranks in this node, or of the first of those that share their samples."""
+        names, groups = [route.name for route in self.routes], self._groups
+        everyone = torch.distributed.get_process_group_ranks(self.group)
+        first = groups.rank - groups.index
+        near = [everyone[first + row] for row in ([rows[0] for rows in self._rows] or range(groups.per_node))]
+        comparison = Comparison(names, near, groups.local, self.chunks_at_once)
+        if groups.nodes > 1:
+            comparison.across = Comparison(names, everyone[:: groups.per_node], self.group, self.chunks_at_once)
+        return comparison
+
+    def _runs(self, bucket: Bucket, ranks: Sequence[int], base: int = 0) -> list[Run]:
+        """Return which columns belong to which layer in what the peers send, or in what the nodes send (with base)."""
+        runs, index = [], {route.param: index for index, route in enumerate(self.routes)}
+        for route in bucket.routes:
+            own = dict(route.runs)
+            for rank in ranks:
+                start, _ = bucket.received[route.param][rank // self._groups.per_node]
+                if own.get(rank):
+                    before = sum(numel for earlier, numel in route.runs if earlier < rank)
+                    runs.append((start - base, own[rank], index[route.param], before))
+        return runs
+
+    def _compare_nodes(self, bucket: Bucket, totals: Tensor) -> None:
+        groups, across = self._groups, self.comparison and self.comparison.across
+        assert across is not None
+        base = sum(bucket.regions[groups.index : groups.rank : groups.per_node])
+        across.add(totals, across.part(self._runs(bucket, [groups.rank], base)))
 
     def _prepare(self) -> None:
         """Cut the routes into buckets; at the first gradient, when devices and dtypes are final."""
@@ -122,6 +157,11 @@ class ShardedMoments:
         else:
             chunks = len(self._rows) or self._groups.per_node
             self._store = NodeStore(self._buckets, self._groups, self._streams, chunks, variance=self._variance)
+            if self.comparison is not None:
+                self._store.compare = self._compare_nodes
+        if self.comparison is not None:
+            column = range(self._groups.index, self._groups.ranks, self._groups.per_node)
+            self._parts = {bucket: self.comparison.part(self._runs(bucket, column)) for bucket in self._buckets}
 
     def _buffer(self, purpose: str, bucket: Bucket) -> Buffer:
         """Return a buffer that is large enough ``"to send"`` or ``"to receive"`` any bucket of this dtype."""
@@ -192,6 +232,8 @@ class ShardedMoments:
                 while self._flights:
                     self._merge_oldest()
                 self._store.drop(self._buckets[index], param)
+                if self.comparison is not None:
+                    self.comparison.drop([place for place, route in enumerate(self.routes) if route.param is param])
         if self._norms is not None:
             self._norms.forget(param)
 
@@ -246,6 +288,8 @@ class ShardedMoments:
             if self._sequences is not None:
                 rows = self._sequences.join(rows, self._rows)
             self._store.merge(bucket, rows, self._micro_batches)
+            if self.comparison is not None:
+                self.comparison.add(rows, self._parts[bucket])
         if work is None:
             sent.free = self._streams.mark(sent.free)
         else:
@@ -315,6 +359,8 @@ class ShardedMoments:
         self._filling.clear()
         self._flights.clear()  # with their buffers: nobody knows whether the other ranks have sent theirs
         self._store.close()
+        if self.comparison is not None:
+            self.comparison.clear()
         if self._norms is not None:
             self._norms.clear()
         self._next = self._micro_batches = self._finished = 0

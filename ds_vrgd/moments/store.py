@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -108,6 +108,9 @@ class NodeStore(ShardStore):
         streams: everything runs on the side stream.
         chunks: the number of chunks of a micro-batch on one node.
         variance: as there.
+
+    Attributes:
+        compare: called with each bucket and the nodes' totals of what this rank owns, ``(nodes, own)``; or None.
     """
 
     def __init__(
@@ -115,6 +118,7 @@ class NodeStore(ShardStore):
     ) -> None:
         super().__init__(buckets, variance=variance)
         self._groups, self._streams, self._chunks = groups, streams, chunks
+        self.compare: Callable[[Bucket, Tensor], None] | None = None
         self._columns: dict[Bucket, _Pair] = {}
 
     def open(self, bucket: Bucket) -> None:
@@ -171,6 +175,8 @@ class NodeStore(ShardStore):
         bucket, moments, works = flights.popleft()
         for work in works:
             work.wait()
+        if self.compare is not None:
+            self.compare(bucket, moments[0])
         for piece in bucket.pieces:
             totals, m2s = (rows[:, piece.start : piece.start + piece.numel] for rows in moments)
             merge_nodes_(totals, m2s, *self.views(piece), parts, self._chunks)

@@ -5,6 +5,7 @@ from ds_vrgd.optim.lamb import LAMB, VRLAMB
 from ds_vrgd.optim.lars import LARS, VRLARS
 from ds_vrgd.optim.observer import LayerStatistics, Observer
 from ds_vrgd.optim.optimizer import VROptimizer, allocate_state_only, unused_over
+from ds_vrgd.optim.ranks import RankError, RankEvent, RankReport, RankWatch
 from ds_vrgd.optim.sgd import VRSGD, VRMomentum
 
 #: Every optimizer, by the name that a DeepSpeed JSON uses.
@@ -21,6 +22,10 @@ __all__ = [
     "VRSGD",
     "LayerStatistics",
     "Observer",
+    "RankError",
+    "RankEvent",
+    "RankReport",
+    "RankWatch",
     "VRAdam",
     "VRAdamW",
     "VRMomentum",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -16,6 +16,7 @@ from ds_vrgd.optim.observer import Shard, by_group
 from ds_vrgd.optim.optimizer import VROptimizer
 from ds_vrgd.optim.options import documented, passed
 from ds_vrgd.optim.passes import Piece
+from ds_vrgd.optim.ranks import RankEvent
 
 
 def adam(
@@ -108,6 +109,7 @@ class VRAdam(VROptimizer):
         reduction: Literal["auto", "fused", "observe"] = "auto",
         ranks_per_node: int | None = None,
         nonfinite: Literal["skip", "error"] = "skip",
+        watch: Literal["log", "error"] | Callable[[RankEvent], None] | None = None,
     ) -> None:
         super().__init__(**passed(locals()))
 
@@ -163,5 +165,6 @@ class VRAdamW(VRAdam):
         reduction: Literal["auto", "fused", "observe"] = "auto",
         ranks_per_node: int | None = None,
         nonfinite: Literal["skip", "error"] = "skip",
+        watch: Literal["log", "error"] | Callable[[RankEvent], None] | None = None,
     ) -> None:
         super().__init__(**passed(locals()))

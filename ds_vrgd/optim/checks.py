@@ -210,7 +210,7 @@ def table_of_params(named: Iterable[tuple[str, Tensor]], *, shapes: bool = True)
 def table_of_arguments(optimizer: Optimizer, *, groups: bool = True) -> dict[str, str]:
     """Return class, arguments and, with ``groups``, the options of the param groups, without their parameters."""
     table = {"the optimizer": type(optimizer).__name__}
-    table |= {name: repr(getattr(optimizer, name)) for name in options.WHOLE}
+    table |= {name: _spelt(getattr(optimizer, name)) for name in options.WHOLE}
     table |= {"the number of param groups": str(len(optimizer.param_groups))} if groups else {}
     for index, group in enumerate(optimizer.param_groups if groups else ()):
         table |= {f"{name} of param group {index}": _plain(group[name]) for name in optimizer.defaults if name in group}
@@ -227,6 +227,11 @@ def table_of_optimizer(optimizer: Optimizer, names: Mapping[Tensor, str], *, sha
             ((label, value),) = table_of_params([(label, param)], shapes=shapes).items()
             table[label] = f"{value}, number {index} of param group {group_index}"
     return table
+
+
+def _spelt(value: Any) -> str:
+    """Return how an argument of the whole optimizer is written; a function's own spelling differs between ranks."""
+    return getattr(value, "__qualname__", type(value).__qualname__) if callable(value) else repr(value)
 
 
 def _plain(value: Any) -> str:

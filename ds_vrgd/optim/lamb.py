@@ -6,7 +6,7 @@ The norms are those of whole layers, however they are sharded.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import torch
@@ -19,6 +19,7 @@ from ds_vrgd.optim.observer import Shard
 from ds_vrgd.optim.optimizer import VROptimizer
 from ds_vrgd.optim.options import documented, passed
 from ds_vrgd.optim.passes import Piece
+from ds_vrgd.optim.ranks import RankEvent
 from ds_vrgd.optim.trust import trust_ratio
 
 
@@ -122,6 +123,7 @@ class VRLAMB(VROptimizer):
         reduction: Literal["auto", "fused", "observe"] = "auto",
         ranks_per_node: int | None = None,
         nonfinite: Literal["skip", "error"] = "skip",
+        watch: Literal["log", "error"] | Callable[[RankEvent], None] | None = None,
     ) -> None:
         super().__init__(**passed(locals()))
 
@@ -180,5 +182,6 @@ class LAMB(VRLAMB):
         prenormalize: bool = False,
         reduction: Literal["auto", "fused", "observe"] = "auto",
         ranks_per_node: int | None = None,
+        watch: Literal["log", "error"] | Callable[[RankEvent], None] | None = None,
     ) -> None:
         super().__init__(**passed(locals()), gamma=1.0)

@@ -5,6 +5,7 @@ The norms are those of whole layers, however they are sharded.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Literal
 
 from torch import Tensor
@@ -14,6 +15,7 @@ from ds_vrgd.kernels.records import MomentumNumbers
 from ds_vrgd.optim.optimizer import VROptimizer
 from ds_vrgd.optim.options import documented, passed
 from ds_vrgd.optim.passes import Piece
+from ds_vrgd.optim.ranks import RankEvent
 from ds_vrgd.optim.sgd import momentum_numbers, sgd_of_piece
 from ds_vrgd.optim.trust import trust_ratio
 
@@ -66,6 +68,7 @@ class VRLARS(VROptimizer):
         reduction: Literal["auto", "fused", "observe"] = "auto",
         ranks_per_node: int | None = None,
         nonfinite: Literal["skip", "error"] = "skip",
+        watch: Literal["log", "error"] | Callable[[RankEvent], None] | None = None,
     ) -> None:
         super().__init__(**passed(locals()))
 
@@ -106,5 +109,6 @@ class LARS(VRLARS):
         adapt: bool = True,
         reduction: Literal["auto", "fused", "observe"] = "auto",
         ranks_per_node: int | None = None,
+        watch: Literal["log", "error"] | Callable[[RankEvent], None] | None = None,
     ) -> None:
         super().__init__(**passed(locals()), gamma=1.0)

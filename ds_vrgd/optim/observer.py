@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ds_vrgd.moments import LayerTable, Moments, Ranks, ShardLayout, local
+from ds_vrgd.moments import Comparison, LayerTable, Moments, Ranks, ShardLayout, local
 
 #: The key of the running mean of the ratio in a tensor's state (its rule is ``gsnr.advance_average``).
 AVERAGE = "exp_avg_gsnr"
@@ -56,6 +56,11 @@ class Observer(Protocol):
     def judges(self) -> bool:
         """Return whether a window with a gradient that is not finite is left out also where GSNR is off."""
         return False
+
+    @property
+    def comparison(self) -> Comparison | None:
+        """Return the comparison of the ranks in this window; None where no rank sees the gradients of others."""
+        return None
 
     def detach(self) -> None:
         """Remove all hooks, for good: another observer has taken this one's place, or the engine is gone."""

@@ -17,6 +17,7 @@ from ds_vrgd.optim import checks, options, world
 from ds_vrgd.optim.observer import AVERAGE, RATIOS, LayerStatistics, Observer, Shard
 from ds_vrgd.optim.passes import KernelPasses, Rule, TorchPasses, passes_over
 from ds_vrgd.optim.plain import PlainObserver
+from ds_vrgd.optim.ranks import RankEvent, RankRecorder
 from ds_vrgd.optim.state import cast_averages, fitted
 from ds_vrgd.optim.trust import of_layers
 
@@ -60,6 +61,7 @@ class VROptimizer(Rule, torch.optim.Optimizer):
         reduction: "auto", "fused" or "observe"; for the engine that is built around the optimizer.
         ranks_per_node: for that engine, too; None for the launcher's number.
         nonfinite: "skip" or "error": what to do about a window with a gradient that is not finite.
+        watch: None, "log", "error" or a function: what to do about a rank that is not like the others.
         defaults: the arguments of param groups.
 
     Attributes:
@@ -86,11 +88,13 @@ class VROptimizer(Rule, torch.optim.Optimizer):
         reduction: str = "auto",
         ranks_per_node: int | None = None,
         nonfinite: str = "skip",
+        watch: str | Callable[[RankEvent], None] | None = None,
         **defaults: Any,
     ) -> None:
-        whole = {"reduction": reduction, "ranks_per_node": ranks_per_node, "nonfinite": nonfinite}
+        whole = {"reduction": reduction, "ranks_per_node": ranks_per_node, "nonfinite": nonfinite, "watch": watch}
         options.check(defaults | whole)
         self.reduction, self.ranks_per_node, self.nonfinite = reduction, ranks_per_node, nonfinite
+        self.watch = watch
         self._begin()
         super().__init__(params, defaults)
         self.observe(PlainObserver(self.param_groups))
@@ -108,6 +112,7 @@ class VROptimizer(Rule, torch.optim.Optimizer):
         self._k = 0
         self._had_ratio = False  # whether a window has had a variance
         self._first_without = -1  # the first window that had none
+        self.recorder = RankRecorder(type(self).__name__, self.watch) if self.watch is not None else None
 
     # -- observation and param groups ---------------------------------------------------------------------------------
 
@@ -291,6 +296,8 @@ class VROptimizer(Rule, torch.optim.Optimizer):
         if shards and not _state_only and not (fresh and self._only_makes_state(shards)):
             self.observer.require_whole_layers(type(self).__name__, self._summing(self.param_groups))
             checks.require_off(type(self).__name__, self._off)
+            if self.recorder is not None:
+                self.recorder.take(self.observer)
             is_bad = self._verdict(shards)
             work = ([], []) if is_bad is True else self._prepared(shards)
             self.overflow, self._judged_window = bool(is_bad), self.observer.window  # here the host may wait
@@ -298,6 +305,8 @@ class VROptimizer(Rule, torch.optim.Optimizer):
                 self.observer.skip_step(self.on_bad_gradient)
             else:
                 self._step(*work)
+            if self.recorder is not None:
+                self.recorder.judge()
         return loss
 
     def _prepared(self, shards: Sequence[Shard]) -> tuple[list[TorchPasses | KernelPasses], list[Shard]]:
@@ -393,7 +402,10 @@ class VROptimizer(Rule, torch.optim.Optimizer):
 
     def on_bad_gradient(self) -> FloatingPointError | None:
         """Name the chunks of a window that is left out, in the log or in the error to be raised. A collective."""
-        return checks.report_bad(type(self).__name__, self.nonfinite, self.observer.bad_gradients())
+        found = self.observer.bad_gradients()
+        if self.recorder is not None:
+            self.recorder.take_bad(found)
+        return checks.report_bad(type(self).__name__, self.nonfinite, found)
 
     # -- GSNR ---------------------------------------------------------------------------------------------------------
 

@@ -71,6 +71,7 @@ INTERVAL = _pairs("None or a pair (lo, hi)", ANY, ordered="0 <= lo <= hi", none=
 COUNT = _range(
     "None or an integer >= 1", lambda n: n is None or (type(n) is int and n >= 1), said="is out of range: must be"
 )
+WATCH = _range('None, "log", "error" or callable', lambda value: value in (None, "log", "error") or callable(value))
 
 
 class Option(NamedTuple):
@@ -158,6 +159,13 @@ OPTIONS: dict[str, Option] = {
         _in(_REDUCING, "skip"), _choice("skip", "error"),
         'what to do when a chunk of the window holds a NaN or an infinity. "skip" leaves the step out, "error" raises '
         "FloatingPointError before any weight is updated. Both name the layer, the rank and the micro-batch.",
+        whole=True,
+    ),
+    "watch": Option(
+        _in(_EVERY, None), WATCH,
+        "what to do when a rank's gradient is not like the others' (``ds_vrgd.RankWatch``): log it, raise RankError "
+        "after the step, or call a function with a ``RankEvent`` on every rank. The exchange then takes the place of "
+        "the engine's reduction also where gamma is 1; where it cannot, this is an error. None compares nothing.",
         whole=True,
     ),
 }  # fmt: skip

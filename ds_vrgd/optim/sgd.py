@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import torch
@@ -15,6 +15,7 @@ from ds_vrgd.optim.observer import Shard, by_group
 from ds_vrgd.optim.optimizer import VROptimizer
 from ds_vrgd.optim.options import documented, passed
 from ds_vrgd.optim.passes import Piece
+from ds_vrgd.optim.ranks import RankEvent
 
 
 def sgd(
@@ -90,6 +91,7 @@ class VRSGD(VROptimizer):
         reduction: Literal["auto", "fused", "observe"] = "auto",
         ranks_per_node: int | None = None,
         nonfinite: Literal["skip", "error"] = "skip",
+        watch: Literal["log", "error"] | Callable[[RankEvent], None] | None = None,
     ) -> None:
         super().__init__(**passed(locals()))
 
@@ -138,5 +140,6 @@ class VRMomentum(VRSGD):
         reduction: Literal["auto", "fused", "observe"] = "auto",
         ranks_per_node: int | None = None,
         nonfinite: Literal["skip", "error"] = "skip",
+        watch: Literal["log", "error"] | Callable[[RankEvent], None] | None = None,
     ) -> None:
         super().__init__(**passed(locals()))

@@ -51,6 +51,8 @@ WRONG: list[tuple[str, Any, str]] = [
     ("ranks_per_node", 0, "ranks_per_node=0 is out of range: must be None or an integer >= 1"),
     ("ranks_per_node", True, "ranks_per_node=True is out of range"),
     ("nonfinite", "ignore", 'nonfinite=\'ignore\' must be "skip" or "error"'),
+    ("watch", "warn", "watch='warn' must be None, \"log\", \"error\" or callable"),
+    ("watch", True, "watch=True must be None, "),
 ]
 # The ends of the ranges that are inside them.
 RIGHT: list[tuple[str, Any]] = [
@@ -69,6 +71,9 @@ RIGHT: list[tuple[str, Any]] = [
     ("reduction", "fused"),
     ("ranks_per_node", 1),
     ("nonfinite", "error"),
+    ("watch", None),
+    ("watch", "error"),
+    ("watch", print),
 ]
 
 

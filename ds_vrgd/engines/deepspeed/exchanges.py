@@ -44,7 +44,13 @@ class Built(NamedTuple):
 
 
 def build_exchange(
-    engine: Engine, holdings: Holdings, norms: ChunkNorms | None, *, fused: bool, variance: bool = True
+    engine: Engine,
+    holdings: Holdings,
+    norms: ChunkNorms | None,
+    *,
+    fused: bool,
+    variance: bool = True,
+    compares: bool = False,
 ) -> Built:
     """Build the exchange, and replace the engine's reduction by it with ``fused``. A collective.
 
@@ -53,6 +59,7 @@ def build_exchange(
         norms: takes the norm of every chunk gradient of this rank; None to take none.
         fused: replace the wrapper's reduction; else observe it, through hooks on the parameters.
         variance: whether any group reduces variance; else the mean alone is exchanged.
+        compares: whether the ranks are compared, with ``fused``.
     """
     if not (holdings.copies or holdings.routes):
         return Built(None)
@@ -68,7 +75,9 @@ def build_exchange(
     params = [route.param for route in routes]
 
     def sharded(routes: Sequence[Route], norms: ChunkNorms | None) -> ShardedMoments:
-        return ShardedMoments(routes, group, bucket, nodes=nodes, norms=norms, sequences=sequences, variance=variance)
+        return ShardedMoments(
+            routes, group, bucket, nodes=nodes, norms=norms, sequences=sequences, variance=variance, compares=compares
+        )
 
     if tied:
         copied: dict[Tensor, CopiedMoments] = {}

@@ -272,12 +272,21 @@ def fuse(wrapper: Any, exchange: ShardedMoments, layouts: Mapping[Tensor, ShardL
     wrapper._set_up(exchange, layouts, measures)
 
 
-def choose_reduction(engine: Engine, wanted: str) -> tuple[bool, str]:
+def choose_reduction(engine: Engine, wanted: str, watch: Any = None) -> tuple[bool, str]:
     """Return whether to replace the reduction of an engine that is built, and why.
 
     Raises:
-        ValueError: fused mode was ``wanted`` (the optimizer's argument ``reduction``), and would not be exact here.
+        ValueError: fused mode was ``wanted`` (the optimizer's argument ``reduction``), or is needed to ``watch`` the
+            ranks, and would not be exact here.
     """
+    if watch is not None:
+        reason = 'reduction="observe". Leave it out' if wanted == "observe" else unfit(engine)
+        if reason is not None:
+            raise ValueError(
+                f"watch={watch!r} compares the ranks' gradients, which the exchange alone has, in the place of "
+                f"DeepSpeed's reduction; and it cannot take that place: {reason}; or leave watch out."
+            )
+        return True, f"watch={watch!r}"
     if wanted == "observe":
         return False, 'reduction="observe"'
     reason = unfit(engine)

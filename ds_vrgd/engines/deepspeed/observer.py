@@ -20,7 +20,17 @@ from ds_vrgd.engines.deepspeed.exchanges import build_exchange
 from ds_vrgd.engines.deepspeed.fused import choose_reduction
 from ds_vrgd.engines.deepspeed.held import GradientScale, clear, complete, offloads, reuses_buffers
 from ds_vrgd.engines.deepspeed.wrappers import holdings_of
-from ds_vrgd.moments import SUM_DTYPE, ChunkNorms, Discards, GradientHook, Layer, Moments, Ranks, ShardLayout
+from ds_vrgd.moments import (
+    SUM_DTYPE,
+    ChunkNorms,
+    Comparison,
+    Discards,
+    GradientHook,
+    Layer,
+    Moments,
+    Ranks,
+    ShardLayout,
+)
 from ds_vrgd.optim.checks import any_rank_has_bad, gather_bad
 from ds_vrgd.optim.observer import BadGradient, Observer, Shard
 
@@ -58,8 +68,10 @@ class EngineObserver(Observer):
         optimizer = engine.basic_optimizer
         reduces = any(group["gamma"] < 1.0 for group in optimizer.param_groups)
         # LARS and LAMB take the mean from the exchange, too: DeepSpeed rounds its own to the dtype of the wire.
-        exchanges = reduces or optimizer.sums_layers
-        fused, self.why = choose_reduction(engine, optimizer.reduction) if exchanges else (False, "gamma=1")
+        exchanges = reduces or optimizer.sums_layers or optimizer.watch is not None
+        fused, self.why = (
+            choose_reduction(engine, optimizer.reduction, optimizer.watch) if exchanges else (False, "gamma=1")
+        )
         self._holdings = holdings = holdings_of(engine, every_group=fused)
         self.mode = "fused" if fused else "observe" if holdings.routes or holdings.copies else "off"
         self.window = 0
@@ -82,7 +94,7 @@ class EngineObserver(Observer):
         self._model_parallel = engine.mpu.get_model_parallel_group() if engine.mp_world_size > 1 else None
         self.ranks = Ranks(engine.device)
         self._moments, self._hooked, self.copied = build_exchange(
-            engine, holdings, self._norms, fused=fused, variance=reduces
+            engine, holdings, self._norms, fused=fused, variance=reduces, compares=optimizer.watch is not None
         )
         self._hooks = [GradientHook(param, self.on_gradient) for param in self._hooked]
         self._edits = EditDetector(engine, [self._name_of(param) for param in self.copied])
@@ -211,6 +223,11 @@ class EngineObserver(Observer):
     def judges(self) -> bool:
         """Return whether windows with a gradient that is not finite are left out: wherever chunks are seen."""
         return self._moments is not None
+
+    @property
+    def comparison(self) -> Comparison | None:
+        """Return the comparison of the ranks in this window; None without fused mode, or where nobody watches."""
+        return getattr(self._moments, "comparison", None)
 
     @property
     def partition(self) -> Any | None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor
 from ds_vrgd.engines.fsdp.units import Unit
 from ds_vrgd.moments import ChunkNorms, Moments, local
 from ds_vrgd.moments.chan import merge_chunks_, merge_ranks_, merge_zeros_, zeros_like
+from ds_vrgd.moments.compare import Comparison, Part
 from ds_vrgd.moments.store import on_device_of
 
 
@@ -32,6 +34,8 @@ class UnitExchange:
             is formed.
         norms: takes the norm of every buffer, under the first of the unit's parameters.
         observed: whether the moments are wanted.
+        comparison: compares the ranks; None where nobody watches them.
+        layers: by parameter, its place in the comparison, and the index of this rank's first element.
 
     Attributes:
         unit, observed: as given.
@@ -39,11 +43,19 @@ class UnitExchange:
     """
 
     def __init__(
-        self, unit: Unit, reduces: Callable[[UnitExchange], None], norms: ChunkNorms, *, observed: bool
+        self,
+        unit: Unit,
+        reduces: Callable[[UnitExchange], None],
+        norms: ChunkNorms,
+        *,
+        observed: bool,
+        comparison: Comparison | None = None,
+        layers: Mapping[Tensor, tuple[int, int]] = {},
     ) -> None:
         self.unit, self.observed, self.parts = unit, observed, 0
         self._reduces: Any = weakref.WeakMethod(reduces)
-        self._norms = norms
+        self._norms, self._comparison, self._layers = norms, comparison, layers
+        self._compared: tuple[int, Part] | None = None
         self._held: tuple[Tensor, Tensor] | None = None
         self._views: dict[Tensor, tuple[Tensor, Tensor]] = {}
         self._slots: list[tuple[Tensor, int, int]] = []
@@ -107,7 +119,23 @@ class UnitExchange:
             if divisor != 1.0:
                 output_tensor.div_(divisor)
         if reduces is not None:
+            if self._comparison is not None:
+                self._compare(self._comparison, rows)
             self._count(output_tensor)
+
+    def _compare(self, comparison: Comparison, rows: Tensor) -> None:
+        """Compare the ranks' gradients in a micro-batch."""
+        width = rows.shape[1]
+        if self._compared is None or self._compared[0] != width:
+            self._lay_out(width)
+            starts = itertools.accumulate((slot for _, _, slot in self._slots), initial=0)
+            runs = [
+                (start, numel, *self._layers[param])
+                for (param, numel, _), start in zip(self._slots, starts, strict=False)
+                if numel
+            ]
+            self._compared = width, comparison.part(runs)
+        comparison.add(rows, self._compared[1])
 
     def merge_alone(self) -> None:
         """Merge what a single rank has kept of its own micro-batch, at the end of the backward pass."""
@@ -186,6 +214,8 @@ class UnitExchange:
                 all ranks, or are zero by themselves. They are only looked at where somebody has written to them.
         """
         gone = [param for param in self._versions if param.grad is None]
+        if gone and self._comparison is not None:
+            self._comparison.drop([self._layers[param][0] for param in gone])
         if gone and len(gone) == len(self._versions):
             self.reset()
         else:

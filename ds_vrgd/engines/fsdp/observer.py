@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ds_vrgd.engines.fsdp.exchange import UnitExchange
 from ds_vrgd.engines.fsdp.units import units_of
 from ds_vrgd.engines.patches import Patches
-from ds_vrgd.moments import Moments, Ranks, ShardLayout, is_dtensor, local
+from ds_vrgd.moments import Comparison, Moments, Ranks, ShardLayout, is_dtensor, local
 from ds_vrgd.optim import VROptimizer, checks, world
 from ds_vrgd.optim.observer import BadGradient
 from ds_vrgd.optim.plain import GradientObserver
@@ -27,7 +27,8 @@ def attach(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         if wrapped is None:
             raise TypeError(f"ds_vrgd.attach: {type(inner).__name__} is not an optimizer of ds_vrgd")
         inner = wrapped
-    inner.observe(FSDPObserver(model, inner.param_groups, type(inner).__name__))
+    watches = inner.watch is not None
+    inner.observe(FSDPObserver(model, inner.param_groups, type(inner).__name__, watches=watches))
 
 
 class FSDPObserver(GradientObserver):
@@ -37,12 +38,15 @@ class FSDPObserver(GradientObserver):
         model: the root module.
         groups: the optimizer's param groups.
         optimizer: name of its class.
+        watches: whether the ranks are compared.
 
     Raises:
         ValueError, RuntimeError: as :func:`attach`.
     """
 
-    def __init__(self, model: nn.Module, groups: Sequence[dict[str, Any]], optimizer: str) -> None:
+    def __init__(
+        self, model: nn.Module, groups: Sequence[dict[str, Any]], optimizer: str, *, watches: bool = False
+    ) -> None:
         super().__init__()
         self._optimizer, self._units = optimizer, units_of(model)
         for unit in self._units:
@@ -58,6 +62,11 @@ class FSDPObserver(GradientObserver):
         self._exchanges: dict[Tensor, UnitExchange] = {}
         self._came: set[UnitExchange] = set()
         self._pass: Callable[[], Any] | None = None
+        self._comparison: Comparison | None = None
+        if watches:
+            unit, names = self._units[0], [self._names.get(param, "unnamed") for param in self._params]
+            ranks = torch.distributed.get_process_group_ranks(unit.shard_group)
+            self._comparison = Comparison(names, ranks, unit.shard_group, unit.ranks * unit.replicas)
         self._is_open = self._told = self._is_retired = False
         self._forwards = self._parts = 0
         self.ranks = Ranks(self._units[0].device)
@@ -90,12 +99,17 @@ class FSDPObserver(GradientObserver):
         for exchange in set(self._exchanges.values()):
             exchange.detach()
         self._exchanges.clear()
+        self._layouts = {param: ShardLayout.of(self._names.get(param, "unnamed"), param) for param in self._params}
+        layers = {
+            param: (index, layout.segments[0].first if layout.segments else 0)
+            for index, (param, layout) in enumerate(self._layouts.items())
+        }
         for unit in self._units:
             exchange = UnitExchange(
-                unit, self._on_reduction, self._norms, observed=not observed.isdisjoint(unit.params)
-            )
+                unit, self._on_reduction, self._norms, observed=not observed.isdisjoint(unit.params),
+                comparison=self._comparison, layers=layers,
+            )  # fmt: skip
             self._exchanges.update(dict.fromkeys(unit.params, exchange))
-        self._layouts = {param: ShardLayout.of(self._names.get(param, "unnamed"), param) for param in self._params}
         self._ranks_agree = False
         return True
 
@@ -171,6 +185,11 @@ class FSDPObserver(GradientObserver):
     @property
     def _all(self) -> list[UnitExchange]:
         return list(dict.fromkeys(self._exchanges.values()))
+
+    @property
+    def comparison(self) -> Comparison | None:
+        """Return the comparison of the ranks that share the shards; None where nobody watches."""
+        return self._comparison
 
     def announce(self, optimizer: str, k: int) -> None:
         """Report k, units, layers and parameters on the first rank."""
@@ -260,6 +279,8 @@ class FSDPObserver(GradientObserver):
         self._is_open, self._pass = False, None
         self._came.clear()
         self._norms.clear()
+        if self._comparison is not None:
+            self._comparison.clear()
         for exchange in self._all:
             exchange.reset()
 
