@@ -39,8 +39,10 @@ _SUDDEN, _BEYOND = 30.0, 2.0
 _SUDDEN_ELEMENT = 20.0
 # So many steps in a row beyond that furthest value are sudden, too; values less far out than _FAR are never.
 _STREAK, _FAR = 4, 4.0
-# An element stands out where its share does, and the norm of its layer is this far out.
-_LOUD = 8.0
+# An element stands out where its share does, and the norm of its layer is this far out; both that far beyond before.
+_LOUD, _BOTH = 8.0, 1.25
+# The least median deviation: a value that all ranks share in every step has none.
+_LEAST = 0.01
 # Rate of the running median deviation, and by which the furthest value so far is forgotten, per step.
 _RATE, _FORGET = 0.05, 1.0 / 400.0
 # A squared norm counts as at least this share of the ranks' median, and as zero below that one.
@@ -49,11 +51,13 @@ _LEAST_NORM, _ZERO = 1e-2, 1e-5
 _FACTOR = 2.0
 # Two gradients whose squared distance is less than this share of that of their distances from the mean are the same.
 _SAME = 1e-3
+# Evidence that is on its way to its bound, by this part of it; the cosine with the last step's of the same batch.
+_LIKELY, _REPEATED = 0.3, 0.3
 # Decay of the running mean of a rank's deviations; rate of the running means that a fault is described by.
 _MEMORY, _FAST = 0.9, 0.2
 # From a median absolute deviation to the standard deviation of a normal distribution.
 _NORMAL = 1.4826
-_TINY = 1e-300
+_TINY, _MOST = 1e-300, 0.9999
 
 
 @dataclass(frozen=True)
@@ -212,7 +216,7 @@ class _Series:
         self._first.append(self.away)
         if len(self._first) == WARMUP:
             seen = torch.stack(self._first, 1).abs().flatten(1)
-            self._mad = seen.median(1).values.clamp_(min=1e-9)
+            self._mad = seen.median(1).values.clamp_(min=_LEAST)
             self.furthest = seen.amax(1) / (_NORMAL * self._mad)
             self._first = None
         return flags
@@ -229,7 +233,7 @@ class _Series:
         out = (size > torch.maximum(self.furthest * _BEYOND, self._limits)[:, None]) | (self._streak.abs() >= _STREAK)
         self.furthest = torch.maximum(self.furthest * (1.0 - _FORGET), clean)
         step = (self.away[:, active].abs() - self._mad[:, None]).sign().mean(1)
-        self._mad = (self._mad * (_RATE * step).exp()).clamp_(min=1e-9)
+        self._mad = (self._mad * (_RATE * step).exp()).clamp_(min=_LEAST)
         return sign * wrong * (out & active)
 
     def _lasts(self, values: Tensor, active: Tensor) -> Tensor:
@@ -381,7 +385,8 @@ class RankWatch:
         usual = square.median(1, keepdim=True).values
         live = usual[:, 0] > 0.0
         norms = 0.5 * (square / usual.clamp(min=_TINY) + _LEAST_NORM).log()
-        values = torch.stack([norms, report.cosines, (report.deviations + 1e-6).log(), (report.shares + 1e-9).log()])
+        cosines = report.cosines.clamp(-_MOST, _MOST).atanh()  # whose spread depends less on their size
+        values = torch.stack([norms, cosines, (report.deviations + 1e-6).log(), (report.shares + 1e-9).log()])
         values = torch.where(live[:, None], values, 0.0)
         whole = (values[:2] - _median(values[:2].flatten(0, 1)).view(2, layers, 1))[:, live]
         whole = whole.median(1, keepdim=True).values if whole.shape[1] else values.new_zeros(2, 1, len(report.ranks))
@@ -393,7 +398,7 @@ class RankWatch:
         flags = self._series.add(torch.cat(rows), active)
         self._compared += 1
         away = self._series.away[: 2 * layers + 2].view(2, layers + 1, -1)
-        away = torch.stack([away[0], torch.cat([first[1, :-1], report.cosines[live].median(0).values[None]])])
+        away = torch.stack([away[0], torch.cat([report.cosines, report.cosines[live].median(0).values[None]])])
         self._means += max(_FAST, 1.0 / self._compared) * (away - self._means)
         zero = (square <= _ZERO * usual) & live[:, None]
         single = self._singles(flags)
@@ -413,7 +418,7 @@ class RankWatch:
         """
         layers, z = self._layers, self._series.z
         elements = slice(2 * layers + 2, 4 * layers + 2)
-        floors = self._series.furthest[:, None].clamp(min=_FAR)
+        floors = (_BOTH * self._series.furthest)[:, None].clamp(min=_FAR)
         loud = z[:layers] > floors[:layers].clamp(min=_LOUD)
         share = (z[elements] > floors[elements])[layers:]
         return flags[elements].view(2, layers, -1).any(0) | (loud & share)
@@ -444,7 +449,7 @@ class RankWatch:
         has_factor = mean_norm.abs() > _FACTOR * series.usual[: layers + 1]
         others = torch.cat([self._means[1, :, :column], self._means[1, :, column + 1 :]], 1).median(1).values
         likely = (series.sums[:, :, column] / series.bounds[:, 0]).amax(0)  # 1 at the bound
-        likely_cosine = float(likely[2 * layers + 1])
+        likely_norm, likely_cosine = float(likely[layers]), float(likely[2 * layers + 1])
         # What is sudden counts as much as what has lasted up to its bound.
         confidence = 1.0 - FALSE_ALARMS ** max(1.0, float(likely.max()))
 
@@ -458,18 +463,18 @@ class RankWatch:
         new_zero = zero & ~self._has_been_zero & (self._compared > WARMUP)
         bad = (norm[:-1] != 0) | (cosine[:-1] != 0) | single | new_zero
         many = float(bad.sum()) > max(2.0, 0.25 * float(live.sum()))
-        lean_norm = norm[-1] != 0 or abs(float(z_norm[-1])) > _FAR
-        lean_cosine = cosine[-1] != 0 or likely_cosine > 0.3
-        if bool(again.any()):
-            value = float(series.away[-2, column])
-            if value >= 0.5:
+        lean_norm = norm[-1] != 0 or abs(float(z_norm[-1])) > _FAR or likely_norm > _LIKELY
+        lean_cosine = cosine[-1] != 0 or likely_cosine > _LIKELY
+        value = float(series.away[-2, column])
+        if bool(again.any()) or float(likely[-2]) > _LIKELY:
+            if value >= _REPEATED:
                 return event("repeated", f"its deviations are those of the step before (cosine {value:.2f}): its batch")
-            if not bool(bad.any() or norm[-1] or cosine[-1]):
+            if bool(again.any()) and not bool(bad.any() or norm[-1] or cosine[-1]):
                 return event("drifted", "its deviations keep one direction: other weights, or data of its own")
         rows = bad.nonzero()[:, 0].tolist()
         if bool(norm[-1] or cosine[-1]) or many or (rows and not bool(single.any()) and (lean_norm or lean_cosine)):
             turned, usual, factor = float(mean_cosine[-1]), float(others[-1]), float(mean_norm[-1].exp())
-            if lean_cosine and turned < -0.5 * usual < 0.0:
+            if lean_cosine and turned < min(-0.5 * usual, 0.0) and norm[-1] == 0 and likely_norm < _LIKELY:
                 return event("flipped", f"its gradient points against the others' (cosine {turned:.2f})")
             if lean_cosine or not bool(has_factor[-1]):
                 return event(
@@ -492,7 +497,7 @@ class RankWatch:
                 where = f"element {place} is {far:.0f} standard deviations of the other ranks off"
             return event("element", where, [row for row in rows if single[row]])
         turned, usual, factor = float(mean_cosine[row]), float(others[row]), float(mean_norm[row].exp())
-        if bool(cosine[row]) and turned < -0.5 * usual < 0.0:
+        if bool(cosine[row]) and turned < min(-0.5 * usual, 0.0) and norm[row] == 0:
             return event("flipped", f"it points against the others' there (cosine {turned:.2f})", rows)
         if bool(norm[row]):
             return event("scaled", f"its norm is {factor:.2f} of the others' there", rows)
@@ -575,11 +580,12 @@ class RankRecorder:
         self._window, self._steps = observer.window, self._steps + 1
         if not k:
             return
-        unit = observer.unit(k) ** 2 * comparison.at_once / k
+        parts = k // comparison.at_once
+        unit = observer.unit(k) ** 2 / parts
         device = observer.ranks.device or comparison.device or torch.device("cpu")
-        for compared in (comparison, comparison.across):
-            if compared is not None:
-                self._pending.append((compared, _on_host(compared.totals(device)), unit))
+        self._pending.append((comparison, _on_host(comparison.totals(device)), unit))
+        if (across := comparison.across) is not None:  # what travels between nodes is the sum of a window
+            self._pending.append((across, _on_host(across.totals(device)), unit / parts))
         if device.type == "cuda":
             self._copied = torch.cuda.Event()
             self._copied.record()
