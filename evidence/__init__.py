@@ -9,4 +9,5 @@ NAMES: tuple[str, ...] = (
     "dlrm",
     "bert",
     "language",
+    "ranks",
 )

@@ -45,6 +45,7 @@ class Experiment:
         figure_size: in inches.
         prepare: for the settings to be measured, makes in files what their processes would each make otherwise.
         kind: of a setting; those of one kind take about as long as each other.
+        page: of the documentation, which has the table.
     """
 
     title: str
@@ -56,6 +57,7 @@ class Experiment:
     follow_up: Callable[[str, Sequence[Row]], Sequence[Any]] = lambda size, rows: ()
     prepare: Callable[[Sequence[Any]], None] = lambda settings: None
     kind: Callable[[Any], Hashable] = lambda setting: None
+    page: str = "MEASUREMENTS.md"
 
 
 def load(name: str) -> Experiment:

@@ -12,6 +12,7 @@ import functools
 import itertools
 import math
 import sysconfig
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,11 +28,11 @@ from evidence.ranks_report import draw, tables
 
 RANKS = (4, 8, 16, 32)
 #: Steps before a fault, steps in which a lasting one may be told, and one that passes; steps of a clean training.
-BEFORE, LASTING, PASSING, CLEAN = 150, 60, 5, 10_000
+BEFORE, LASTING, PASSING, CLEAN = 150, 60, 2, 10_000
 #: The rank with the fault; for "same", the data are those of rank 0.
 FAULTY = 2
 #: Faults of the whole gradient, and faults of one layer.
-WHOLE = ("same", "repeat", "labels", "drift", "half", "double", "flip")
+WHOLE = ("same", "repeat", "labels", "drift 1", "drift 10", "drift 100", "half", "double", "flip")
 OF_LAYER = ("half", "double", "zero", "flip", "nan", *(f"bit {bit}" for bit in range(8)))
 #: What the watch may call a fault.
 NAMES = {
@@ -152,7 +153,7 @@ class State:
         generator: of the data.
         watch: of the ranks.
         step: number of steps taken.
-        before: the weights before the last step.
+        before: the weights before the last steps, the newest last.
     """
 
     params: dict[str, Tensor]
@@ -160,14 +161,14 @@ class State:
     generator: torch.Generator
     watch: ds_vrgd.RankWatch
     step: int = 0
-    before: dict[str, Tensor] = field(default_factory=dict)
+    before: deque[dict[str, Tensor]] = field(default_factory=lambda: deque(maxlen=100))
 
     def copied(self) -> State:
         """Return a copy that trains on alone."""
-        params, optimizer, before = copy.deepcopy((self.params, self.optimizer, self.before))
+        params, optimizer = copy.deepcopy((self.params, self.optimizer))
         generator = torch.Generator()
         generator.set_state(self.generator.get_state())
-        return State(params, optimizer, generator, copy.deepcopy(self.watch), self.step, before)
+        return State(params, optimizer, generator, copy.deepcopy(self.watch), self.step, self.before.copy())
 
 
 def begin(training: Any, seed: int) -> State:
@@ -184,8 +185,11 @@ class Fault:
         self.name, self.layer = name, layer
         self.passes = name.startswith(("bit", "nan"))
         self._first, self._kept = state.step, None
-        # The weights of a rank that missed the last update, as they differ from the others' for good.
-        self._behind = {name: state.before[name] - param.detach() for name, param in state.params.items()}
+        # The weights of a rank that missed the last updates, as they differ from the others' for good.
+        missed = int(name.split()[1]) if name.startswith("drift") else 0
+        self._behind = {
+            name: state.before[-missed][name] - param.detach() for name, param in state.params.items() if missed
+        }
 
     def data(self, batch: Batch, generator: torch.Generator) -> Batch:
         """Return the data with the fault."""
@@ -217,7 +221,7 @@ class Fault:
 
     def behind(self, training: Any, params: Mapping[str, Tensor], batch: Batch) -> dict[str, Tensor] | None:
         """Return the gradients of a rank with other weights; None where it has the same."""
-        if self.name != "drift":
+        if not self._behind:
             return None
         own = {name: (param.detach() + self._behind[name]) for name, param in params.items()}
         found: dict[str, Tensor] = grad(training.loss)(own, batch[0][FAULTY], batch[1][FAULTY])
@@ -249,7 +253,7 @@ def advance(training: Any, state: State, ranks: int, fault: Fault | None = None)
     )
     events = state.watch.update(report)
     if all(bool(torch.isfinite(of_all).all()) for of_all in found.values()):  # else the step is left out
-        state.before = {name: param.clone() for name, param in params.items()}
+        state.before.append({name: param.clone() for name, param in params.items()})
         for name, param in state.params.items():
             param.grad = found[name].mean(0)
         state.optimizer.step()
@@ -314,4 +318,5 @@ EXPERIMENT = Experiment(
     tables=tables,
     draw=draw,
     kind=lambda setting: (setting.kind, setting.training, setting.ranks),
+    page="RANKS.md",
 )

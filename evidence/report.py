@@ -15,7 +15,6 @@ from evidence.experiment import FULL, SMALL, Experiment, Row, Rows, called_for, 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-PAGE = DOCS / "MEASUREMENTS.md"
 _LARGE = 1e6  # from where on a value is shown by its magnitude
 
 
@@ -48,8 +47,8 @@ def grouped(rows: Sequence[Row], *fields: str) -> dict[tuple[Any, ...], list[Row
     return groups
 
 
-def report(name: str, folder: Path, page: Path = PAGE) -> str | None:
-    """Write the table of one experiment into ``page`` and its figure into ``figures`` beside it.
+def report(name: str, folder: Path, page: Path | None = None) -> str | None:
+    """Write the table of one experiment into ``page`` (None: its own) and its figure into ``figures`` beside it.
 
     Of the full size, where it has a row, otherwise of the small one.
 
@@ -63,6 +62,7 @@ def report(name: str, folder: Path, page: Path = PAGE) -> str | None:
     if not path.exists():
         return None
     experiment, rows = load(name), Rows(path)
+    page = page or DOCS / experiment.page
     for size in (FULL, SMALL):
         settings = called_for(experiment, size, rows)
         found = rows.of(size, settings)

@@ -401,7 +401,7 @@ class RankWatch:
         away = torch.stack([away[0], torch.cat([report.cosines, report.cosines[live].median(0).values[None]])])
         self._means += max(_FAST, 1.0 / self._compared) * (away - self._means)
         zero = (square <= _ZERO * usual) & live[:, None]
-        single = self._singles(flags)
+        single = self._singles(report, flags)
         found = []
         for column in (active & (flags.any(0) | zero.any(0) | single.any(0))).nonzero()[:, 0].tolist():
             event = self._judged(report, column, live, zero[:, column], single[:, column], flags[:, column])
@@ -411,17 +411,18 @@ class RankWatch:
         self._has_been_zero |= zero.any(1)
         return found + self._near_pairs(report, live, active)
 
-    def _singles(self, flags: Tensor) -> Tensor:
+    def _singles(self, report: RankReport, flags: Tensor) -> Tensor:
         """Return where a single element stands out, ``(L, k)``.
 
-        It is far from the other ranks; or it raises the norm of its layer, and has a larger share of it than ever.
+        It is far from the other ranks; or the norm of its layer is raised, and the element's share explains it.
         """
         layers, z = self._layers, self._series.z
         elements = slice(2 * layers + 2, 4 * layers + 2)
         floors = (_BOTH * self._series.furthest)[:, None].clamp(min=_FAR)
         loud = z[:layers] > floors[:layers].clamp(min=_LOUD)
         share = (z[elements] > floors[elements])[layers:]
-        return flags[elements].view(2, layers, -1).any(0) | (loud & share)
+        explains = report.shares > 0.5 * (1.0 - (-2.0 * self._series.away[:layers]).exp())
+        return flags[elements].view(2, layers, -1).any(0) | (loud & share & explains)
 
     def _directions(self, report: RankReport, live: Tensor) -> Tensor:
         """Return the cosine of each rank's deviations with those of its last step, and with their running mean."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch.nn.functional import pad
 
 from ds_vrgd.moments import ChunkNorms, Moments
 from ds_vrgd.moments.chan import merge_chunks_
+from ds_vrgd.moments.compare import Comparison, Part, Run
 from ds_vrgd.moments.streams import Streams
 
 
@@ -29,6 +31,8 @@ class BucketExchange:
         bucket_group: whose ``start_grad_sync`` is replaced, for this object alone.
         norms: takes the norm of the gradient of every parameter, where the moments are wanted.
         observed: whether the moments are wanted; else there is only the mean.
+        comparison: compares the ranks; None where nobody watches them.
+        layers: by parameter, its place in the comparison.
 
     Attributes:
         params: the parameters in the bucket group.
@@ -36,7 +40,15 @@ class BucketExchange:
         reduced: whether the window has been reduced.
     """
 
-    def __init__(self, bucket_group: Any, norms: ChunkNorms, *, observed: bool) -> None:
+    def __init__(
+        self,
+        bucket_group: Any,
+        norms: ChunkNorms,
+        *,
+        observed: bool,
+        comparison: Comparison | None = None,
+        layers: Mapping[Tensor, int] = {},
+    ) -> None:
         self.observed, self.reduced, self._norms, self._bucket_group = observed, False, norms, bucket_group
         ddp_config = bucket_group.ddp_config
         self._is_sharded = bool(ddp_config.use_distributed_optimizer)
@@ -49,6 +61,8 @@ class BucketExchange:
         self.params = [param for bucket in bucket_group.buckets for param in bucket.params_list]
         self._streams = Streams(bucket_group.buckets[0].grad_data.device)
         self._held: dict[Any, tuple[Tensor, Tensor | None]] = {}
+        self._comparison, self._layers = comparison, layers
+        self._compared: dict[Any, Part] = {}
         if isinstance(earlier := self.of(bucket_group), BucketExchange):
             earlier.detach()
         bucket_group.start_grad_sync = self.start
@@ -112,12 +126,26 @@ class BucketExchange:
             merge_chunks_(rows, total, m2, 0)
         else:
             torch.sum(rows, 0, dtype=wide, out=total).div_(self._ranks)
+        if self._comparison is not None:
+            if bucket not in self._compared:
+                self._compared[bucket] = self._comparison.part(self._runs(bucket, width))
+            self._comparison.add(rows, self._compared[bucket])
         if self._is_sharded:
             data[self._rank * width : (self._rank + 1) * width].copy_(total)
         else:
             total, m2 = self._gathered(total, numel), None if m2 is None else self._gathered(m2, numel)
             data.copy_(total)
         self._held[bucket] = total, m2
+
+    def _runs(self, bucket: Any, width: int) -> list[Run]:
+        """Return which columns of this rank belong to which layer."""
+        low, runs = self._rank * width, []
+        for param in bucket.params_list:
+            start = param.main_grad.storage_offset() - bucket.grad_data.storage_offset()
+            first, end = max(start, low), min(start + param.numel(), low + width)
+            if first < end:
+                runs.append((first - low, end - first, self._layers[param], first - start))
+        return runs
 
     def _gathered(self, part: Tensor, numel: int) -> Tensor:
         whole = part.new_empty(self._ranks * part.numel())

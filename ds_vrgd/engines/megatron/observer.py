@@ -14,7 +14,7 @@ from torch import Tensor
 from ds_vrgd.engines.megatron.exchange import BucketExchange
 from ds_vrgd.engines.patches import Patches
 from ds_vrgd.engines.stages import StageStatistics
-from ds_vrgd.moments import SUM_DTYPE, Layer, Moments, Ranks, Segment, ShardLayout
+from ds_vrgd.moments import SUM_DTYPE, Comparison, Layer, Moments, Ranks, Segment, ShardLayout
 from ds_vrgd.optim import VROptimizer, checks, world
 from ds_vrgd.optim.observer import Observer
 from ds_vrgd.optim.plain import GradientObserver
@@ -47,6 +47,7 @@ class MegatronObserver(GradientObserver):
         parts: by tensor of the optimizer, in the order of its param groups.
         reduces: whether the exchange takes the place of Megatron-Core's reduction.
         observed: whether the moments are wanted.
+        watches: whether the ranks are compared, with ``reduces``.
     """
 
     def __init__(
@@ -58,6 +59,7 @@ class MegatronObserver(GradientObserver):
         *,
         reduces: bool,
         observed: bool,
+        watches: bool = False,
     ) -> None:
         super().__init__()
         self._wrapper, self._parts, self._params = wrapper, dict(parts), dict(names)
@@ -69,7 +71,15 @@ class MegatronObserver(GradientObserver):
             order = _in_order_of_groups(optimizer.param_groups, self._parts, names, self._data)
         self._layouts = self._laid_out(order, is_sharded=is_sharded)
         groups = [group for chunk in model_chunks for group in chunk.bucket_groups] if reduces else []
-        self._exchanges = [BucketExchange(group, self._norms, observed=observed) for group in groups]
+        self._comparison: Comparison | None = None
+        if watches:
+            ranks = dist.get_process_group_ranks(self._data)
+            self._comparison = Comparison(list(names.values()), ranks, self._data, len(ranks))
+        layers = {param: index for index, param in enumerate(names)}
+        self._exchanges = [
+            BucketExchange(group, self._norms, observed=observed, comparison=self._comparison, layers=layers)
+            for group in groups
+        ]
         self._of = {param: exchange for exchange in self._exchanges for param in exchange.params}
         self._loss_scale: Tensor | None = None
         self._patches = Patches()
@@ -159,6 +169,11 @@ class MegatronObserver(GradientObserver):
 
     # -- what the optimizer asks for in step() ------------------------------------------------------------------------
 
+    @property
+    def comparison(self) -> Comparison | None:
+        """Return the comparison of the data-parallel ranks; None where nobody watches."""
+        return self._comparison
+
     def agree(self, optimizer: torch.optim.Optimizer) -> None:
         """Require, once, that the data-parallel ranks train the same. A collective of all ranks."""
         if not self._ranks_agree and world.group() is not None:
@@ -231,6 +246,8 @@ class MegatronObserver(GradientObserver):
     def drop(self) -> None:
         """Forget the window's chunks with its gradients; before the first micro-batch, there are none."""
         self._norms.clear()
+        if self._comparison is not None:
+            self._comparison.clear()
         for exchange in self._exchanges:
             exchange.reset()
 

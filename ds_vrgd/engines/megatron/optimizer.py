@@ -61,8 +61,9 @@ def get_optimizer(
         raise ValueError(f"optimizer={optimizer!r} is unknown. Use one of {', '.join(OPTIMIZERS)}")
     kind = OPTIMIZERS[optimizer] if isinstance(optimizer, str) else optimizer
     arguments = {"lr": config.lr, "weight_decay": config.weight_decay} | arguments
-    gamma = kind([torch.zeros(())], **arguments).param_groups[0]["gamma"]  # checks the arguments before any collective
-    require_supported(kind.__name__, Setup(config, model_chunks, gamma < 1.0))
+    checked = kind([torch.zeros(())], **arguments)  # before any collective
+    gsnr, watch = checked.param_groups[0]["gamma"] < 1.0, checked.watch is not None
+    require_supported(kind.__name__, Setup(config, model_chunks, gsnr, watch))
     base = copy.copy(config)
     base.optimizer = "adam"  # what DistributedOptimizer is built around; it takes no step
     chained = get_megatron_optimizer(
@@ -112,8 +113,11 @@ def _put_inside(wrapper: Any, kind: type[VROptimizer], arguments: dict[str, Any]
     observed = gammas == {True}
     is_half = any(buffer.grad_dtype.itemsize < 4 for chunk in chunks for buffer in chunk.buffers)
     exact_mean = inner.sums_layers and is_half and not chunks[0].config.calculate_per_token_loss
-    reduces = chunks[0].dp_cp_group.size() > 1 and (observed or exact_mean)
-    wrapper.observer = MegatronObserver(wrapper, chunks, _names(chunks), parts, reduces=reduces, observed=observed)
+    watches = inner.watch is not None
+    reduces = chunks[0].dp_cp_group.size() > 1 and (observed or exact_mean or watches)
+    wrapper.observer = MegatronObserver(
+        wrapper, chunks, _names(chunks), parts, reduces=reduces, observed=observed, watches=watches
+    )
     inner.observe(wrapper.observer)
 
 

@@ -23,11 +23,13 @@ class Setup:
         config: Megatron-Core's OptimizerConfig.
         chunks: the model chunks.
         gsnr: whether GSNR is on.
+        watch: whether the ranks are compared.
     """
 
     config: Any
     chunks: Sequence[Any]
     gsnr: bool
+    watch: bool = False
 
     @property
     def ddp(self) -> Any:
@@ -136,6 +138,7 @@ def require_supported(optimizer: str, setup: Setup) -> None:
                 "DistributedDataParallel, which has the buffers of its gradients. Wrap it first"
             )
     for refusal in REFUSALS:
-        if (setup.gsnr or not refusal.with_gsnr_alone) and refusal.holds(setup):
-            remark = " with GSNR; LAMB, LARS and gamma=1.0 run" if refusal.with_gsnr_alone else ""
+        if (setup.gsnr or setup.watch or not refusal.with_gsnr_alone) and refusal.holds(setup):
+            why = "GSNR; LAMB, LARS and gamma=1.0 run" if setup.gsnr else "watch; without it, it does"
+            remark = f" with {why}" if refusal.with_gsnr_alone else ""
             raise ValueError(f"{optimizer} does not support {refusal.what}{remark}: {refusal.why}.")
