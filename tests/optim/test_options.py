@@ -51,7 +51,7 @@ WRONG: list[tuple[str, Any, str]] = [
     ("ranks_per_node", 0, "ranks_per_node=0 is out of range: must be None or an integer >= 1"),
     ("ranks_per_node", True, "ranks_per_node=True is out of range"),
     ("nonfinite", "ignore", 'nonfinite=\'ignore\' must be "skip" or "error"'),
-    ("watch", "warn", "watch='warn' must be None, \"log\", \"error\" or callable"),
+    ("watch", "warn", 'watch=\'warn\' must be None, "log", "error" or callable'),
     ("watch", True, "watch=True must be None, "),
 ]
 # The ends of the ranges that are inside them.
