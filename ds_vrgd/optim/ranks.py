@@ -35,8 +35,9 @@ QUIET = 100
 _TILT = 1.5
 # A value is sudden this many robust standard deviations out, and this far beyond the furthest that counted as clean.
 _SUDDEN, _BEYOND = 30.0, 2.0
-# The same for the largest deviation of an element, whose logarithm is known to have an exponential tail.
-_SUDDEN_ELEMENT = 20.0
+# The same for the largest deviation of an element, whose logarithm has an exponential tail; for the largest share of
+# one; and for both together.
+_SUDDEN_ELEMENT, _SUDDEN_SHARE, _TOGETHER = 20.0, 14.0, 8.0
 # So many steps in a row beyond that furthest value are sudden, too; values less far out than _FAR are never.
 _STREAK, _FAR = 4, 4.0
 # An element stands out where its share does, and the norm of its layer is this far out; both that far beyond before.
@@ -299,7 +300,8 @@ class RankWatch:
         both, large, small = [1, 1], [1, 0], [0, 1]
         many = 3 * layers
         kinds = [(both, many, _SUDDEN, layers), (both, 6, _SUDDEN, 1), (small, many, _SUDDEN, layers)]
-        kinds += [(small, 6, _SUDDEN, 1), (large, 0, _SUDDEN_ELEMENT, 2 * layers), (large, 6, _SUDDEN, 2)]
+        kinds += [(small, 6, _SUDDEN, 1), (large, 0, _SUDDEN_ELEMENT, layers), (large, 0, _SUDDEN_SHARE, layers)]
+        kinds += [(large, 6, _SUDDEN, 2)]
         counts = torch.tensor([count for *_, count in kinds])
         sides, among, limits = (
             torch.tensor([kind[index] for kind in kinds]).repeat_interleave(counts, 0) for index in range(3)
@@ -308,6 +310,7 @@ class RankWatch:
         pairs = ranks * (ranks - 1) // 2
         self._pairs = _Series(torch.tensor([small]), torch.tensor([1]), torch.tensor([_SUDDEN]), pairs)
         self._means = torch.zeros(2, layers + 1, ranks, dtype=torch.double)
+        self._again = torch.zeros(ranks, dtype=torch.double)
         self._has_been_zero = torch.zeros(layers, dtype=torch.bool)
 
     def update(self, report: RankReport) -> list[RankEvent]:
@@ -400,6 +403,7 @@ class RankWatch:
         away = self._series.away[: 2 * layers + 2].view(2, layers + 1, -1)
         away = torch.stack([away[0], torch.cat([report.cosines, report.cosines[live].median(0).values[None]])])
         self._means += max(_FAST, 1.0 / self._compared) * (away - self._means)
+        self._again += _FAST * (self._series.away[-2] - self._again)
         zero = (square <= _ZERO * usual) & live[:, None]
         single = self._singles(report, flags)
         found = []
@@ -421,8 +425,9 @@ class RankWatch:
         floors = (_BOTH * self._series.furthest)[:, None].clamp(min=_FAR)
         loud = z[:layers] > floors[:layers].clamp(min=_LOUD)
         share = (z[elements] > floors[elements])[layers:]
+        together = (z[elements] > _TOGETHER).view(2, layers, -1).all(0) & (report.elements == report.largest)
         explains = report.shares > 0.5 * (1.0 - (-2.0 * self._series.away[:layers]).exp())
-        return flags[elements].view(2, layers, -1).any(0) | (loud & share & explains)
+        return flags[elements].view(2, layers, -1).any(0) | together | (loud & share & explains)
 
     def _directions(self, report: RankReport, live: Tensor) -> Tensor:
         """Return the cosine of each rank's deviations with those of its last step, and with their running mean."""
@@ -466,10 +471,13 @@ class RankWatch:
         many = float(bad.sum()) > max(2.0, 0.25 * float(live.sum()))
         lean_norm = norm[-1] != 0 or abs(float(z_norm[-1])) > _FAR or likely_norm > _LIKELY
         lean_cosine = cosine[-1] != 0 or likely_cosine > _LIKELY
-        value = float(series.away[-2, column])
+        value = float(self._again[column])
         if bool(again.any()) or float(likely[-2]) > _LIKELY:
             if value >= _REPEATED:
-                return event("repeated", f"its deviations are those of the step before (cosine {value:.2f}): its batch")
+                return event(
+                    "repeated",
+                    f"its deviations are those of the step before (cosine {value:.2f}): the same batch again",
+                )
             if bool(again.any()) and not bool(bad.any() or norm[-1] or cosine[-1]):
                 return event("drifted", "its deviations keep one direction: other weights, or data of its own")
         rows = bad.nonzero()[:, 0].tolist()

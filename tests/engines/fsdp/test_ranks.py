@@ -50,7 +50,7 @@ def difference(report: ds_vrgd.RankReport, window: list[ds_vrgd.RankReport]) -> 
         right = (torch.stack([getattr(of, name).square() for of in window]).mean(0)).sqrt()
         errors.append((getattr(report, name)[rows] - right).abs().max() / right.abs().max())
     right = torch.stack([of.deviations for of in window]).amax(0)
-    errors.append((report.deviations[rows] - right).abs().max() / right.max())
+    errors.append((report.deviations[rows] - right).abs().max() / right.max().clamp(min=1.0))  # of two ranks it is 0
     return float(torch.stack(errors).max())
 
 
