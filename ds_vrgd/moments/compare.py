@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ds_vrgd import kernels
 from ds_vrgd.moments.layout import SUM_DTYPE
 
 #: Values beyond this are counted as not finite, and are left out of the sums: sums of their squares leave fp32's range.
@@ -139,12 +140,20 @@ class Part:
     """The columns of one buffer that is compared in every step, by layer.
 
     Args:
-        runs: as in :func:`add_rows_`, by ascending start.
-        layers: number of all layers.
+        runs: as in :func:`add_rows_`.
     """
 
-    def __init__(self, runs: Sequence[Run], layers: int) -> None:
-        self.runs, self.layers, self.table = tuple(runs), layers, None
+    def __init__(self, runs: Sequence[Run]) -> None:
+        self.runs = tuple(runs)
+        self._columns: Any = None
+
+    def columns(self, device: torch.device) -> Any:
+        """Return the same for the kernel, made once."""
+        if self._columns is None:
+            from ds_vrgd.kernels.compare import Columns
+
+            self._columns = Columns(self.runs, device)
+        return self._columns
 
 
 class Comparison:
@@ -189,7 +198,7 @@ class Comparison:
 
     def part(self, runs: Sequence[Run]) -> Part:
         """Return a part for :meth:`add`."""
-        return Part(runs, len(self.names))
+        return Part(runs)
 
     def add(self, rows: Tensor, part: Part) -> None:
         """Add one micro-batch of a buffer.
@@ -199,7 +208,14 @@ class Comparison:
             part: which columns belong to which layer.
         """
         found = self._open(rows.device)
-        add_rows_(rows, part.runs, found)
+        if rows.dtype in (torch.float32, torch.bfloat16, torch.float16) and kernels.usable(rows.new_empty(0).float()):
+            from ds_vrgd.kernels.compare import compare_rows
+
+            assert self._sums is not None
+            columns = part.columns(rows.device)
+            compare_rows(rows, columns, self._sums, found.peak, SKETCH, LARGEST, LEAST_SHARE)
+        else:
+            add_rows_(rows, part.runs, found)
 
     def drop(self, layers: Sequence[int]) -> None:
         """Forget this window's gradients of some layers."""
