@@ -47,7 +47,7 @@ def _compare(
     is_rank, is_mean = (row < ranks)[:, None], (row == ranks)[:, None]
     gram = tl.zeros([height, height], tl.float32)
     signed = tl.zeros([height, tile], tl.float32)
-    bad = tl.zeros([height], tl.float32)
+    squares, bad = tl.zeros([height], tl.float32), tl.zeros([height], tl.float32)
     far, far_at = tl.zeros([height], tl.float32), tl.zeros([height], tl.int64)
     top, top_at = tl.zeros([height], tl.float32), tl.zeros([height], tl.int64)
     for offset in range(0, block, tile):
@@ -58,6 +58,7 @@ def _compare(
         is_bad = (tl.abs(values) <= largest) == 0  # also where it is no number
         bad += tl.sum(is_bad.to(tl.float32), 1)
         values = tl.where(is_bad, 0.0, values)
+        squares += tl.sum(values * values, 1)
         mean = tl.sum(values, 0) / ranks
         deviations = tl.where(is_rank, values - mean[None, :], 0.0)
         joined = tl.where(is_mean, mean[None, :], deviations)
@@ -81,6 +82,8 @@ def _compare(
     places = row[:, None] * wide + row[None, :]
     tl.store(out + places.to(tl.int64) * blocks, gram.to(tl.float64), (row < wide)[:, None] & (row < wide)[None, :])
     out += tl.cast(wide * wide, tl.int64) * blocks
+    tl.store(out + row.to(tl.int64) * blocks, squares.to(tl.float64), row < ranks)
+    out += tl.cast(ranks, tl.int64) * blocks
     tl.store(out + row.to(tl.int64) * blocks, bad.to(tl.float64), row < ranks)
     out += tl.cast(ranks, tl.int64) * blocks
     summed = tl.sum(tl.reshape(signed, [height, tile // sketch, sketch]), 1)

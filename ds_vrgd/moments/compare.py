@@ -35,6 +35,7 @@ class RankSums(NamedTuple):
 
     Attributes:
         gram: ``(L, k + 1, k + 1)``, products of ``d``, and in the last row and column of ``m``.
+        square: ``(L, k)``, sum of ``g^2``, by itself, so that a gradient of zero has none.
         nonfinite: ``(L, k)``, number of values that are not finite, or beyond :data:`LARGEST`.
         sketch: ``(L, k, SKETCH)``, projections of ``d`` on vectors of random signs, the same in every step. Products of
             two sketches estimate the products of what was projected.
@@ -44,6 +45,7 @@ class RankSums(NamedTuple):
     """
 
     gram: Tensor
+    square: Tensor
     nonfinite: Tensor
     sketch: Tensor
     peak: Tensor
@@ -60,16 +62,16 @@ class RankSums(NamedTuple):
 
 
 def columns_of(ranks: int) -> int:
-    """Return how many sums a layer has in :attr:`Comparison.sums`: gram, nonfinite and sketch."""
-    return (ranks + 1) ** 2 + ranks + ranks * SKETCH
+    """Return how many sums a layer has in :class:`Comparison`: gram, square, nonfinite and sketch."""
+    return (ranks + 1) ** 2 + 2 * ranks + ranks * SKETCH
 
 
 def views(sums: Tensor, peak: Tensor) -> RankSums:
     """Return views of ``(L, columns_of(k))`` sums and ``(L, 2, k)`` peaks by name."""
     layers, _, ranks = peak.shape
-    gram, nonfinite, sketch = sums.split([(ranks + 1) ** 2, ranks, ranks * SKETCH], dim=1)
+    gram, square, nonfinite, sketch = sums.split([(ranks + 1) ** 2, ranks, ranks, ranks * SKETCH], dim=1)
     wide = ranks + 1
-    return RankSums(gram.view(layers, wide, wide), nonfinite, sketch.view(layers, ranks, SKETCH), peak)
+    return RankSums(gram.view(layers, wide, wide), square, nonfinite, sketch.view(layers, ranks, SKETCH), peak)
 
 
 def leave_one_out(deviations: Tensor) -> Tensor:
@@ -123,6 +125,7 @@ def add_rows_(rows: Tensor, runs: Iterable[Run], found: RankSums) -> None:
         bad = ~(values.abs() <= LARGEST)
         found.nonfinite[layer] += bad.sum(1)
         values = values.masked_fill(bad, 0.0)
+        found.square[layer] += values.square().sum(1)
         mean = values.mean(0)
         deviations = values - mean
         joined = torch.cat([deviations, mean[None]])

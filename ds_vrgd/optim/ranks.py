@@ -109,7 +109,7 @@ class RankReport:
         gram = sums.gram.to("cpu", SUM_DTYPE) * unit
         centred, mean, square = gram[:, :k, :k], gram[:, :k, k], gram[:, k, k, None]
         own = centred.diagonal(dim1=1, dim2=2)
-        norms = (own + 2.0 * mean + square).clamp_(min=0.0)
+        norms = sums.square.to("cpu", SUM_DTYPE) * unit
         # The others' mean is (k gbar - g) / (k - 1).
         with_mean = mean + square
         along = k * with_mean - norms
@@ -482,7 +482,8 @@ class RankWatch:
                 return event("drifted", "its deviations keep one direction: other weights, or data of its own")
         rows = bad.nonzero()[:, 0].tolist()
         if bool(norm[-1] or cosine[-1]) or many or (rows and not bool(single.any()) and (lean_norm or lean_cosine)):
-            turned, usual, factor = float(mean_cosine[-1]), float(others[-1]), float(mean_norm[-1].exp())
+            usual, factor = float(others[-1]), float(mean_norm[-1].exp())
+            turned = float(report.cosines[live, column].median() if z_cosine[-1] < -_FAR else mean_cosine[-1])
             if lean_cosine and turned < min(-0.5 * usual, 0.0) and norm[-1] == 0 and likely_norm < _LIKELY:
                 return event("flipped", f"its gradient points against the others' (cosine {turned:.2f})")
             if lean_cosine or not bool(has_factor[-1]):
@@ -505,7 +506,9 @@ class RankWatch:
                 place, far = int(report.elements[row, column]), float(report.deviations[row, column])
                 where = f"element {place} is {far:.0f} standard deviations of the other ranks off"
             return event("element", where, [row for row in rows if single[row]])
-        turned, usual, factor = float(mean_cosine[row]), float(others[row]), float(mean_norm[row].exp())
+        usual, factor = float(others[row]), float(mean_norm[row].exp())
+        # What is sudden shows in this step; what lasts, in the mean over the last ones.
+        turned = float(report.cosines[row, column] if z_cosine[row] < -_FAR else mean_cosine[row])
         if bool(cosine[row]) and turned < min(-0.5 * usual, 0.0) and norm[row] == 0:
             return event("flipped", f"it points against the others' there (cosine {turned:.2f})", rows)
         if bool(norm[row]):

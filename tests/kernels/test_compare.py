@@ -45,6 +45,7 @@ def test_equals_the_sums_in_float64(ranks: int, dtype: torch.dtype, device: torc
     for layer, (mine, theirs) in enumerate(zip(found.gram, right.gram, strict=True)):
         torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=2e-6 * float(theirs.abs().max()), msg=f"{layer}")
     torch.testing.assert_close(found.sketch, right.sketch, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(found.square, right.square, rtol=1e-5, atol=1e-6)
     assert torch.equal(found.nonfinite, right.nonfinite)
     # What the others leave of all ranks' squares is rounded where one rank has nearly all.
     torch.testing.assert_close(found.largest, right.largest, rtol=5e-3, atol=1e-6)

@@ -40,6 +40,7 @@ def test_sums_are_those_of_the_definitions(ranks: int, dtype: torch.dtype) -> No
     torch.testing.assert_close(found.gram[1, :ranks, :ranks], d @ d.T, rtol=1e-12, atol=1e-10)
     torch.testing.assert_close(found.gram[1, ranks, :ranks], d @ mean, rtol=1e-9, atol=1e-6)
     torch.testing.assert_close(found.gram[1, ranks, ranks], mean @ mean)
+    torch.testing.assert_close(found.square[1], g.square().sum(1))
     signs = torch.zeros(SKETCH, 1000, dtype=torch.double)
     for element in range(1000):
         signs[element % SKETCH, element] = signs_of(torch.tensor(element // SKETCH))

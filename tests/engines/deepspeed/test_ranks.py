@@ -109,16 +109,15 @@ def train(rank: int) -> Callable[[Data, list[Any]], Callable[[int], None]]:
 
 
 def with_other_weights(rank: int) -> list[Any]:
-    """Return what is told of a rank whose weights are those of 20 updates before."""
+    """Return what is told of a rank whose weights are those of the first step again: its updates get lost."""
     told: list[Any] = []
     data, model = Data("none", rank), perceptron()
-    engine, kept = engine_of(model, told, 1, lr=2e-2), []
+    engine = engine_of(model, told, 1, lr=2e-2)
+    first = [p.detach().clone() for p in model.parameters()]
     for step in range(BEFORE + AFTER):
-        if rank == FAULTY:
-            kept.append([p.detach().clone() for p in model.parameters()])
-            if step >= BEFORE:  # the update of its own weights gets lost; the step gathers them anew
-                for p, old in zip(model.parameters(), kept[step - 20], strict=True):
-                    p.data.copy_(old)
+        if rank == FAULTY and step >= BEFORE:  # every step gathers them anew
+            for p, old in zip(model.parameters(), first, strict=True):
+                p.data.copy_(old)
         engine.backward(engine(*[part.to(engine.device) for part in data.batch(step, WORLD)]))
         engine.step()
         if told:
@@ -173,7 +172,7 @@ def test_a_faulty_rank_is_named(runs: list[dict[str, Any]], fault: str) -> None:
 
 
 def test_a_rank_with_other_weights_is_named(runs: list[dict[str, Any]]) -> None:
-    steps, rank, fault, layers, _ = runs[0]["weights"][0]
+    steps, rank, fault, *_ = runs[0]["weights"][0]
     assert rank == FAULTY, runs[0]["weights"]
     assert fault in ("wrong", "drifted"), runs[0]["weights"]
     assert 1 <= steps <= AFTER
