@@ -1,8 +1,9 @@
-"""The cost of the checks of every window: ``python -m benchmarks.checks --ranks 2``.
+"""The cost of the checks of every window, and of watching the ranks: ``python -m benchmarks.checks --ranks 2``.
 
-One engine takes its steps in blocks, with the checks and without them in turns, so that neither has the warmer card.
-Without them nobody looks for edited gradients, for hooks on accumulated gradients, or for gradients that are no part of
-the chunk. The ratio of a pair of blocks is that of their median steps.
+One engine takes its steps in blocks, with and without ``--parts`` in turns, so that neither has the warmer card. Without
+"checks" nobody looks for edited gradients, for hooks on accumulated gradients, or for gradients that are no part of the
+chunk. With "watch" the ranks are compared as with ``watch="log"``, also where they are fewer than four. The ratio of a
+pair of blocks is that of their median steps.
 """
 
 from __future__ import annotations
@@ -10,8 +11,9 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from unittest import mock
@@ -20,6 +22,7 @@ import torch
 
 from benchmarks.bert import NETWORKS
 from benchmarks.command import command_line
+from benchmarks.contenders import CONTENDERS
 from benchmarks.plan import Configuration
 from benchmarks.ranks import Rank, run_on_ranks
 from benchmarks.record import environment
@@ -28,6 +31,9 @@ from benchmarks.timing import Clock, Spread
 from benchmarks.training import build, free, release, storages
 from ds_vrgd.engines.deepspeed.chunks import Chunks
 from ds_vrgd.engines.deepspeed.edited import EditDetector, FusedEdits
+from ds_vrgd.moments import Comparison
+from ds_vrgd.optim import ranks
+from ds_vrgd.optim.ranks import RankRecorder
 
 STEPS = 3
 RESAMPLES = 10_000
@@ -50,6 +56,31 @@ def without_checks() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def without_watch() -> Iterator[None]:
+    """Compare no ranks."""
+    with (
+        mock.patch.object(Comparison, "add", return_value=None),
+        mock.patch.object(RankRecorder, "take", return_value=None),
+        mock.patch.object(RankRecorder, "judge", return_value=None),
+    ):
+        yield
+
+
+WITHOUT: dict[str, Callable[[], AbstractContextManager[None]]] = {"checks": without_checks, "watch": without_watch}
+
+
+@contextmanager
+def watched(contender: str) -> Iterator[None]:
+    """Have a contender watch its ranks, whatever their number."""
+    optimizer = CONTENDERS[contender].optimizer
+    assert optimizer is not None, f"{contender} has no JSON"
+    params = {**optimizer["params"], "watch": "log"}
+    watching = replace(CONTENDERS[contender], optimizer={**optimizer, "params": params})
+    with mock.patch.dict(CONTENDERS, {contender: watching}), mock.patch.object(ranks, "FEWEST_RANKS", 2):
+        yield
+
+
 def interval(ratios: list[float]) -> tuple[float, float]:
     """Return the 95 % interval of the ratios' median, by resampling."""
     drawn = torch.randint(len(ratios), (RESAMPLES, len(ratios)), generator=torch.Generator().manual_seed(0))
@@ -58,8 +89,13 @@ def interval(ratios: list[float]) -> tuple[float, float]:
     return low, high
 
 
-def measure(configuration: Configuration, rank: Rank, pairs: int) -> dict[str, object]:
-    """Time pairs of blocks of one configuration; a collective of all ranks."""
+def measure(configuration: Configuration, rank: Rank, pairs: int, parts: Sequence[str]) -> dict[str, object]:
+    """Time pairs of blocks of one configuration, with and without ``parts``; a collective of all ranks."""
+    with watched(configuration.contender) if "watch" in parts else nullcontext():
+        return _measure(configuration, rank, pairs, parts)
+
+
+def _measure(configuration: Configuration, rank: Rank, pairs: int, parts: Sequence[str]) -> dict[str, object]:
     kept = set(storages())
     training = build(configuration, rank)
     batches = NETWORKS[configuration.model].batches(
@@ -74,7 +110,9 @@ def measure(configuration: Configuration, rank: Rank, pairs: int) -> dict[str, o
             if checked:
                 with_checks.append(median(rank.slowest(timer.run(STEPS)["total"])))
             else:
-                with without_checks():
+                with ExitStack() as stack:
+                    for part in parts:
+                        stack.enter_context(WITHOUT[part]())
                     without.append(median(rank.slowest(timer.run(STEPS)["total"])))
     training.close()
     del training, timer
@@ -83,6 +121,7 @@ def measure(configuration: Configuration, rank: Rank, pairs: int) -> dict[str, o
     ratios = [one / other for one, other in zip(with_checks, without, strict=True)]
     return {
         "configuration": str(configuration),
+        "parts": list(parts),
         "with": Spread.of(with_checks).to_json(),
         "without": Spread.of(without).to_json(),
         "ratio": median(ratios),
@@ -99,7 +138,7 @@ def run(rank: Rank, chosen: argparse.Namespace, command: str) -> None:
             for contender in chosen.contenders:
                 micro_batch = NETWORKS[chosen.model].micro_batch
                 configuration = Configuration(chosen.model, stage, accumulation, contender, micro_batch)
-                row = measure(configuration, rank, chosen.pairs)
+                row = measure(configuration, rank, chosen.pairs, chosen.parts)
                 rows.append(row)
                 low, high = row["interval"]  # type: ignore[misc]
                 rank.log(
@@ -123,6 +162,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--stages", nargs="+", type=int, choices=(1, 2, 3), default=[1, 2])
     parser.add_argument("--accumulations", nargs="+", type=int, default=[1, 4])
     parser.add_argument("--contenders", nargs="+", default=["vrlamb-fused"])
+    parser.add_argument("--parts", nargs="+", choices=WITHOUT, default=["checks"], help="what is switched off in turns")
     parser.add_argument("--pairs", type=int, default=60, help="of blocks of 3 steps")
     chosen = parser.parse_args(arguments)
     return run_on_ranks(chosen.ranks, run, chosen, command_line(arguments, "benchmarks.checks"))

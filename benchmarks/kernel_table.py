@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ds_vrgd.kernels.blocks import BlockTable
 from ds_vrgd.kernels.records import AdamNumbers, Columns, MomentumNumbers, RatioNumbers, ShardCall, Tensors
-from ds_vrgd.moments import ShardLayout
+from ds_vrgd.moments import Comparison, ShardLayout
 from ds_vrgd.moments.chan import merge_chunks_
 
 # Chunks of a micro-batch, and so shards of a model.
@@ -101,6 +101,16 @@ def _merge(parts: int) -> Make:
     return make
 
 
+def _compare(ranks: int) -> Make:
+    def make(layout: ShardLayout, device: torch.device) -> Callable[[], Any]:
+        received = torch.randn(ranks, layout.numel, device=device, dtype=torch.bfloat16)
+        comparison = Comparison([layer.name for layer in layout.layers], range(ranks), None, ranks)
+        part = comparison.part([(s.start, s.numel, s.layer, s.first) for s in layout.segments])
+        return lambda: comparison.add(received, part)
+
+    return make
+
+
 def _on_shard(call: Callable[[_Shard], Callable[[], Any]]) -> Make:
     return lambda layout, device: call(_Shard(layout, device))
 
@@ -115,6 +125,7 @@ def _torch_adamw(layout: ShardLayout, device: torch.device) -> Callable[[], Any]
 KERNELS = (
     Kernel("moments of 2 bf16 chunks, first micro-batch", RANKS * 2 + 8, _merge(0), needs_gpu=False),
     Kernel("moments of 2 bf16 chunks, merged", RANKS * 2 + 16, _merge(1), needs_gpu=False),
+    *(Kernel(f"comparison of {ranks} ranks in bf16", ranks * 2, _compare(ranks)) for ranks in (RANKS, 8, 16)),
     # total, m2
     Kernel(
         "sums of the ratio by layer",

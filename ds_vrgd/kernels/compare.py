@@ -13,12 +13,13 @@ from ds_vrgd.kernels.blocks import BLOCK, COLUMNS, BlockTable
 from ds_vrgd.kernels.update import empty_partials, sum_blocks
 
 WARPS = 4
-#: Columns that a program has at once.
+#: Columns that a program has at once, by the rows of its tile: the ranks, and their mean. With fewer rows than
+#: :data:`PRODUCT` the products are summed one by one, since the matrix product takes no fewer.
+TILES = {4: 256, 8: 64}
 TILE = 64
-#: The least rows of a tile: the matrix product takes no fewer.
-LEAST_ROWS = 16
+PRODUCT = 16
 
-_COLUMNS = tl.constexpr(COLUMNS)
+_COLUMNS, _PRODUCT = tl.constexpr(COLUMNS), tl.constexpr(PRODUCT)
 
 
 @triton.jit
@@ -45,7 +46,10 @@ def _compare(
     layer, index = tl.load(layers + tl.load(entry + 3)), tl.load(entry + 4)
     row, column = tl.arange(0, height), tl.arange(0, tile)
     is_rank, is_mean = (row < ranks)[:, None], (row == ranks)[:, None]
-    gram = tl.zeros([height, height], tl.float32)
+    if height < _PRODUCT:
+        gram = tl.zeros([height, height, tile], tl.float32)
+    else:
+        gram = tl.zeros([height, height], tl.float32)
     signed = tl.zeros([height, tile], tl.float32)
     squares, bad = tl.zeros([height], tl.float32), tl.zeros([height], tl.float32)
     far, far_at = tl.zeros([height], tl.float32), tl.zeros([height], tl.int64)
@@ -62,7 +66,10 @@ def _compare(
         mean = tl.sum(values, 0) / ranks
         deviations = tl.where(is_rank, values - mean[None, :], 0.0)
         joined = tl.where(is_mean, mean[None, :], deviations)
-        gram += tl.dot(joined, tl.trans(joined), input_precision="ieee")
+        if height < _PRODUCT:
+            gram += joined[:, None, :] * joined[None, :, :]
+        else:
+            gram += tl.dot(joined, tl.trans(joined), input_precision="ieee")
         hashed = ((index + inside) >> 4).to(tl.uint32)
         hashed = (hashed ^ (hashed >> 16)) * 0x7FEB352D
         negative = ((hashed ^ (hashed >> 15)) & 1) == 1
@@ -78,6 +85,8 @@ def _compare(
     own_peak = peak + layer * 2 * ranks
     _store_largest(own_peak, far, far_at, row, ranks)
     _store_largest(own_peak + ranks, top, top_at, row, ranks)
+    if height < _PRODUCT:
+        gram = tl.sum(gram, 2)
     out, wide = partials + number, ranks + 1
     places = row[:, None] * wide + row[None, :]
     tl.store(out + places.to(tl.int64) * blocks, gram.to(tl.float64), (row < wide)[:, None] & (row < wide)[None, :])
@@ -116,17 +125,18 @@ def compare_rows(
         columns: which of them belong to which layer.
         sums: ``(L, columns of the sums)`` fp64, added to.
         peak: ``(L, 2, k)`` int64, updated; contiguous.
-        sketch: numbers in a rank's sketch; a divisor of :data:`TILE`.
+        sketch: numbers in a rank's sketch; a divisor of every tile.
         largest, least_share: as there.
     """
     if not columns.table.blocks:
         return
     ranks = len(rows)
-    height = max(LEAST_ROWS, triton.next_power_of_2(ranks + 1))
+    height = max(min(TILES), triton.next_power_of_2(ranks + 1))
     partials = empty_partials(columns.table, sums.shape[1])
     with torch.cuda.device_of(rows):
         _compare[columns.table.blocks,](
             rows, rows.stride(0), columns.table.rows, columns.layers, partials, columns.table.blocks, peak, largest,
-            least_share, ranks=ranks, height=height, sketch=sketch, block=BLOCK, tile=TILE, num_warps=WARPS,
+            least_share, ranks=ranks, height=height, sketch=sketch, block=BLOCK,
+            tile=TILES.get(height, TILE), num_warps=WARPS,
         )  # fmt: skip
     sums.index_add_(0, columns.layers, sum_blocks(columns.table, partials).T)

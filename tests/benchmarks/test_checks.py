@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.checks import interval, without_checks
+from benchmarks.checks import WITHOUT, interval, watched
+from benchmarks.contenders import CONTENDERS
 from ds_vrgd.engines.deepspeed.chunks import Chunks
 from ds_vrgd.engines.deepspeed.edited import EditDetector, FusedEdits
+from ds_vrgd.moments import Comparison
+from ds_vrgd.optim import ranks
+from ds_vrgd.optim.ranks import RankRecorder
+
+CHECKS = [(Chunks, "came"), (FusedEdits, "come_last"), (FusedEdits, "add_to_sums"), (EditDetector, "find")]
+WATCH = [(Comparison, "add"), (RankRecorder, "take"), (RankRecorder, "judge")]
 
 
-def test_checks_are_off_inside_and_on_again_after() -> None:
-    methods = [(Chunks, "came"), (FusedEdits, "come_last"), (FusedEdits, "add_to_sums"), (EditDetector, "find")]
+@pytest.mark.parametrize(("part", "methods"), [("checks", CHECKS), ("watch", WATCH)])
+def test_parts_are_off_inside_and_on_again_after(part: str, methods: list[tuple[type, str]]) -> None:
     before = [getattr(owner, name) for owner, name in methods]
-    with without_checks():
+    with WITHOUT[part]():
         assert all(getattr(o, n) is not method for (o, n), method in zip(methods, before, strict=True))
     assert [getattr(owner, name) for owner, name in methods] == before
 
@@ -23,3 +30,12 @@ def test_interval_of_ratios() -> None:
     # the median's standard error is about 1.25 * 29.2 / sqrt(101) = 3.6 around 51
     assert low == pytest.approx(51 - 2 * 3.6, abs=4)
     assert high == pytest.approx(51 + 2 * 3.6, abs=4)
+
+
+def test_a_watched_contender_compares_any_number_of_ranks() -> None:
+    before = CONTENDERS["vrlamb-fused"]
+    with watched("vrlamb-fused"):
+        assert CONTENDERS["vrlamb-fused"].optimizer["params"]["watch"] == "log"  # type: ignore[index]
+        assert ranks.FEWEST_RANKS == 2
+    assert CONTENDERS["vrlamb-fused"] is before
+    assert ranks.FEWEST_RANKS == 4

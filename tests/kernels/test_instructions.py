@@ -55,3 +55,29 @@ def test_whole_blocks_are_read_and_written_16_bytes_at_a_time(kernel: str) -> No
 
 def test_tensors_that_are_not_aligned_are_read_element_by_element() -> None:
     assert "ld.global.v4" not in compiled("lamb_apply", aligned=False)
+
+
+@pytest.mark.parametrize(("ranks", "height"), [(2, 4), (4, 8), (8, 16), (16, 32), (32, 64)])
+def test_the_comparison_of_the_ranks_compiles(ranks: int, height: int) -> None:
+    triton = pytest.importorskip("triton")
+    from triton.backends.compiler import GPUTarget
+
+    from ds_vrgd.kernels import compare
+
+    known = {
+        "ranks": ranks,
+        "height": height,
+        "sketch": 16,
+        "block": 2048,
+        "tile": compare.TILES.get(height, compare.TILE),
+    }
+    names = compare._compare.arg_names
+    signature = dict.fromkeys(names, "i32") | dict.fromkeys(known, NONE)
+    signature |= {"rows": "*bf16", "row_stride": "i64", "partials": "*fp64", "largest": NUMBER, "least_share": NUMBER}
+    signature |= dict.fromkeys(("table", "layers", "peak"), "*i64")
+    constants = {(names.index(name),): value for name, value in known.items()}
+    source = triton.compiler.ASTSource(compare._compare, signature, constants)
+    code = triton.compile(source, GPUTarget("cuda", 90, 32), {"num_warps": compare.WARPS})
+    ptx = str(code.asm["ptx"])
+    assert "tf32" not in ptx  # whose rounding would be larger than the distance of identical gradients
+    assert "atom.global" in ptx
