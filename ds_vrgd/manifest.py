@@ -10,8 +10,6 @@ from typing import Any
 
 MANIFEST = "manifest.json"
 
-_PIECE = 1 << 24  # bytes read at once
-
 
 @dataclass(frozen=True)
 class Fingerprint:
@@ -23,8 +21,7 @@ class Fingerprint:
     def difference(self, path: Path) -> str | None:
         """Return how the file at ``path`` differs, or None. A file of another size is not read."""
         try:
-            size = path.stat().st_size
-            if size != self.size:
+            if (size := path.stat().st_size) != self.size:
                 return f"has {size} bytes, not {self.size}"
             sha256 = sha256_of(path)
         except OSError as error:
@@ -38,11 +35,8 @@ class Fingerprint:
 
 def sha256_of(path: Path) -> str:
     """Return the sha256 of a file in hexadecimal."""
-    digest = hashlib.sha256()
     with path.open("rb") as file:
-        while piece := file.read(_PIECE):
-            digest.update(piece)
-    return digest.hexdigest()
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def read_json(path: Path) -> Any:
@@ -99,9 +93,6 @@ def first_fault(folder: Path, share: int = 0, shares: int = 1, only: str | None 
         return f"{MANIFEST} is damaged ({error})"
     names = [name for name in files if only in (None, name)]
     for name in names[share::shares]:
-        difference = files[name].difference(folder / name)
-        if difference is not None:
+        if (difference := files[name].difference(folder / name)) is not None:
             return f"{name} {difference}"
-    if only is not None and not names:
-        return f"{only} is not part of it"
-    return None
+    return f"{only} is not part of it" if only is not None and not names else None

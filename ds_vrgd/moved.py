@@ -66,19 +66,11 @@ class Finder(MetaPathFinder, Loader):
             frame = frame.f_back
         where = (frame.f_code.co_filename, frame.f_lineno, frame.f_globals.get("__name__"))
         warnings.warn_explicit(f"{name} is now {new}. Import it from there.", FutureWarning, *where)
-        is_package = found.submodule_search_locations is not None
-        return ModuleSpec(name, self, is_package=is_package)
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType:
-        """Return the module; the import system then gives it the spec of its old name."""
-        module = importlib.import_module(str(new_name(spec.name)))
-        spec.loader_state = module.__spec__
-        return module
+        return ModuleSpec(name, self, is_package=found.submodule_search_locations is not None)
 
     def exec_module(self, module: ModuleType) -> None:
-        """Give the module its own spec back; it has run already."""
-        assert module.__spec__ is not None
-        module.__spec__ = module.__spec__.loader_state
+        """Put the module of the new name in the place of this empty one."""
+        sys.modules[module.__name__] = importlib.import_module(str(new_name(module.__name__)))
 
     def get_code(self, name: str) -> CodeType | None:
         """Return the code that ``python -m`` runs."""
