@@ -75,7 +75,9 @@ def build_parser() -> argparse.ArgumentParser:
         else:
             subparsers.add_parser(name, help=f"{text} (pip install ds_vrgd_recipes)")
     _add_to_universal(subparsers)
-    _add_completion(subparsers)
+    completion = subparsers.add_parser("completion", help="print what a shell completes", description=COMPLETION)
+    completion.add_argument("shell", choices=("bash", "zsh", "tcsh"), help="the shell")
+    completion.set_defaults(run=_complete)
     return parser
 
 
@@ -106,11 +108,9 @@ def parse_and_run(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> 
     if options.command is None:
         parser.print_help()
         return 0
+    options.result = None
     try:
-        if not options.json:
-            return int(options.run(options))
-        options.result = None
-        with _stdout_as_stderr():
+        with _stdout_as_stderr() if options.json else contextlib.nullcontext():
             status = int(options.run(options))
     except (ModuleNotFoundError, RuntimeError) as error:
         return unusable(error)
@@ -220,13 +220,10 @@ def _doctor(options: argparse.Namespace) -> int:
             other = "--deepspeed_config" if options.cluster else "--cluster"
             print(f"error: --{name} has no meaning without {other}", file=sys.stderr)
             return 2
-    if options.cluster:
-        if not has_recipes():
-            return missing_recipes("ds-vrgd doctor --cluster")
-        return int(import_module("ds_vrgd_recipes.preflight.command").run(options))
-    from ds_vrgd.cli.doctor import run
-
-    return run(options)
+    if options.cluster and not has_recipes():
+        return missing_recipes("ds-vrgd doctor --cluster")
+    where = "ds_vrgd_recipes.preflight.command" if options.cluster else "ds_vrgd.cli.doctor"
+    return int(import_module(where).run(options))
 
 
 def _add_to_universal(subparsers: Subparsers) -> None:
@@ -241,19 +238,7 @@ def _add_to_universal(subparsers: Subparsers) -> None:
         action="store_true",
         help="where the client state of the ranks differs (stage 3), take rank 0's for all",
     )
-    parser.set_defaults(run=_to_universal)
-
-
-def _to_universal(options: argparse.Namespace) -> int:
-    from ds_vrgd.cli.to_universal import run
-
-    return run(options)
-
-
-def _add_completion(subparsers: Subparsers) -> None:
-    parser = subparsers.add_parser("completion", help="print what a shell completes", description=COMPLETION)
-    parser.add_argument("shell", choices=("bash", "zsh", "tcsh"), help="the shell")
-    parser.set_defaults(run=_complete)
+    parser.set_defaults(run=lambda options: import_module("ds_vrgd.cli.to_universal").run(options))
 
 
 def _complete(options: argparse.Namespace) -> int:
