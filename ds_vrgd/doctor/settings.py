@@ -12,9 +12,8 @@ import torch
 from deepspeed.runtime import lr_schedules
 
 from ds_vrgd.doctor.report import Row
-from ds_vrgd.engines.deepspeed.known_keys import ALIKE, MODELS, faulty_values, rejected, unknown_keys
+from ds_vrgd.engines.deepspeed.configs import SIZES, did_you_mean, faults_of, unknown_keys
 from ds_vrgd.engines.deepspeed.register import NAMES
-from ds_vrgd.optim.options import nearest
 
 # More micro-batches per step prove nothing more; a run for a thousand GPUs may ask for thousands of them on two.
 MOST_MICRO_BATCHES = 64
@@ -26,8 +25,8 @@ MONITORS = ("tensorboard", "csv_monitor", "wandb", "comet", "flops_profiler")
 
 #: Sections that must be objects where they are given.
 SECTIONS = (
-    *MODELS, *MONITORS, "optimizer", "scheduler", "torch_autocast", "data_types", "checkpoint",
-    "activation_checkpointing", "data_efficiency", "aio",
+    *MONITORS, "optimizer", "scheduler", "zero_optimization", "fp16", "bf16", "compile", "tensor_parallel",
+    "hybrid_engine", "torch_autocast", "data_types", "checkpoint", "activation_checkpointing", "data_efficiency", "aio",
 )  # fmt: skip
 
 #: The nearest of our optimizers to one of DeepSpeed's or torch's.
@@ -130,14 +129,10 @@ def _check_keys(config: dict[str, Any]) -> list[str]:
     config = copy.deepcopy(config)
     _resolve(config, {}, [])  # "auto" becomes a default
     unknown = unknown_keys(config)
-    faults = [str(key) for key in unknown if key.nearest is not None]
-    faults += faulty_values(config)
+    faults = [*(str(key) for key in unknown if key.guess), *_faults_of_schedule(config.get("scheduler", {}))]
     if all(config.get(name, {}).get("enabled") is True for name in ("fp16", "bf16")):
         faults.append("fp16.enabled=true and bf16.enabled=true: set one of them to false")
-    faults += _faults_of_schedule(config.get("scheduler", {}))
-    if not faults and (reason := rejected(config)) is not None:
-        faults = [f"DeepSpeed cannot read the configuration: {reason}"]
-    if faults:
+    if faults := faults + faults_of(config, together=not faults):
         listed = "".join(f"\n  - {fault}" for fault in faults)
         raise ValueError(faults[0] if len(faults) == 1 else f"the configuration has {len(faults)} faults:{listed}")
     return [str(key) for key in unknown]
@@ -150,16 +145,15 @@ def _faults_of_schedule(section: dict[str, Any]) -> list[str]:
     kind = getattr(lr_schedules, str(name), None) or getattr(torch.optim.lr_scheduler, str(name), None)
     if kind is None:
         known = lr_schedules.VALID_LR_SCHEDULES
-        near = nearest(str(name), [*known, *(n for n in dir(torch.optim.lr_scheduler) if n.endswith("LR"))], ALIKE)
-        way_out = f'did you mean "{near}"?' if near else f"give one of {', '.join(known)}"
-        return [f'scheduler.type="{name}" is a schedule neither of DeepSpeed nor of torch; {way_out}']
+        others = [each for each in dir(torch.optim.lr_scheduler) if each.endswith("LR")]
+        guess = did_you_mean(str(name), [*known, *others]) or f"; give one of {', '.join(known)}"
+        return [f'scheduler.type="{name}" is a schedule neither of DeepSpeed nor of torch{guess}']
     arguments = set(inspect.signature(kind).parameters) - {"optimizer"}
-    faults = []
-    for key in section.get("params", {}).keys() - arguments:
-        near = nearest(key, arguments, ALIKE)
-        guess = f'; did you mean "{near}"?' if near else f"; it has {', '.join(sorted(arguments))}"
-        faults.append(f"scheduler.params.{key}: {name} has no such argument{guess}")
-    return sorted(faults)
+    has = f"; it has {', '.join(sorted(arguments))}"
+    return [
+        f"scheduler.params.{key}: {name} has no such argument{did_you_mean(key, arguments) or has}"
+        for key in sorted(section.get("params", {}).keys() - arguments)
+    ]
 
 
 def _check_optimizer(config: dict[str, Any]) -> None:
@@ -186,14 +180,13 @@ def _set_batch_sizes(config: dict[str, Any], world: int, changes: list[str]) -> 
     Raises:
         ValueError: a size is not a whole number, or no number of ranks can train with the batch.
     """
-    keys = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
-    given = {key: config.get(key) for key in keys}
+    given = {key: config.get(key) for key in SIZES}
     for key, value in given.items():
         if value not in (None, "auto") and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
             raise ValueError(f'{key}={value!r}: give a whole number from 1 on, or "auto"')
     batch, samples, micro_batches = (value if isinstance(value, int) else None for value in given.values())
     if batch is not None and batch % ((samples or 1) * (micro_batches or 1)):
-        factors = " x ".join(f"{key}={given[key]}" for key in keys[1:] if isinstance(given[key], int))
+        factors = " x ".join(f"{key}={given[key]}" for key in SIZES[1:] if isinstance(given[key], int))
         raise ValueError(
             f"train_batch_size={batch} is no multiple of {factors}, so no number of ranks can train with it: it must "
             "be micro-batch x accumulation x ranks. Change one of them, or leave train_batch_size out"
@@ -204,7 +197,7 @@ def _set_batch_sizes(config: dict[str, Any], world: int, changes: list[str]) -> 
 
     micro_batches = min(micro_batches or rest(world * (samples or SAMPLES), MICRO_BATCHES), MOST_MICRO_BATCHES)
     samples = samples or rest(world * micro_batches, SAMPLES)
-    for key, value in zip(keys, (world * samples * micro_batches, samples, micro_batches), strict=True):
+    for key, value in zip(SIZES, (world * samples * micro_batches, samples, micro_batches), strict=True):
         if given[key] != value:
             changes.append(f"{key}: {given[key] or 'not given'} -> {value}, for {world} ranks")
         config[key] = value

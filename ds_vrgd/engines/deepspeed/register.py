@@ -19,7 +19,7 @@ from deepspeed.utils import logger
 
 from ds_vrgd.engines.deepspeed.agreement import is_ours, require_same_model, require_same_optimizer
 from ds_vrgd.engines.deepspeed.attach import attach
-from ds_vrgd.engines.deepspeed.known_keys import unknown_keys
+from ds_vrgd.engines.deepspeed.configs import unknown_keys
 from ds_vrgd.engines.deepspeed.refusals import refuse_inexact, refuse_replaced
 from ds_vrgd.engines.deepspeed.versions import DEEPSPEED, check_class
 from ds_vrgd.optim import OPTIMIZERS, VROptimizer, allocate_state_only
