@@ -90,7 +90,7 @@ def prepare(config: dict[str, Any], world: int, device: str) -> Settings:
         )
     settings = Settings(copy.deepcopy(config), warnings=_check_keys(config))
     config, changes = settings.config, settings.changes
-    config["optimizer"].setdefault("params", {})
+    arguments: dict[str, Any] = config["optimizer"].setdefault("params", {})
     for name in MONITORS:
         if config.pop(name, None):
             changes.append(f"{name}: left out here")
@@ -101,7 +101,7 @@ def prepare(config: dict[str, Any], world: int, device: str) -> Settings:
     _resolve(config, {"bf16.enabled": device != "cpu", "fp16.enabled": False, "gradient_clipping": 1.0}, changes)
     config["steps_per_print"] = 10**9
     micro_batches = config["gradient_accumulation_steps"]
-    reduces_variance = NAMES[config["optimizer"]["type"]].reduces_variance and settings.arguments.get("gamma") != 1.0
+    reduces_variance = NAMES[config["optimizer"]["type"]].reduces_variance and arguments.get("gamma") != 1.0
     if reduces_variance and world * micro_batches < 2:
         raise ValueError(
             f"gradient_accumulation_steps={micro_batches} on {world} rank is k = 1 chunk, which has no variance. Give "
@@ -129,13 +129,14 @@ def _check_keys(config: dict[str, Any]) -> list[str]:
     config = copy.deepcopy(config)
     _resolve(config, {}, [])  # "auto" becomes a default
     unknown = unknown_keys(config)
-    faults = [*(str(key) for key in unknown if key.guess), *_faults_of_schedule(config.get("scheduler", {}))]
+    faults = [text for text, is_slip in unknown.items() if is_slip]
+    faults += _faults_of_schedule(config.get("scheduler", {}))
     if all(config.get(name, {}).get("enabled") is True for name in ("fp16", "bf16")):
         faults.append("fp16.enabled=true and bf16.enabled=true: set one of them to false")
     if faults := faults + faults_of(config, together=not faults):
         listed = "".join(f"\n  - {fault}" for fault in faults)
         raise ValueError(faults[0] if len(faults) == 1 else f"the configuration has {len(faults)} faults:{listed}")
-    return [str(key) for key in unknown]
+    return list(unknown)
 
 
 def _faults_of_schedule(section: dict[str, Any]) -> list[str]:

@@ -14,7 +14,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple, get_args
+from typing import Any, get_args
 
 import deepspeed
 from deepspeed.runtime.config import DeepSpeedConfig
@@ -80,16 +80,6 @@ def did_you_mean(key: str, known: Iterable[str], path: str = "") -> str:
     return "" if near is None else f'; did you mean "{path}{near}"?'
 
 
-class UnknownKey(NamedTuple):
-    """A key that DeepSpeed ignores, with its section before it, and the question which one was meant, or ""."""
-
-    path: str
-    guess: str
-
-    def __str__(self) -> str:
-        return f'"{self.path}" is no key of DeepSpeed {deepspeed.__version__}, which ignores it{self.guess}'
-
-
 class _Asked(dict[str, Any]):
     """A section that remembers which keys it was asked for."""
 
@@ -134,16 +124,21 @@ def _read(sections: frozenset[str]) -> tuple[DeepSpeedConfig, dict[str, set[str]
     return config, {"": top.asked | BEFORE} | {name: section.asked for name, section in inner.items()}
 
 
-def unknown_keys(config: Mapping[str, Any]) -> list[UnknownKey]:
-    """Return the keys that DeepSpeed ignores. Names that begin with an underscore are comments."""
+def unknown_keys(config: Mapping[str, Any]) -> dict[str, bool]:
+    """Return a message for each key that DeepSpeed ignores, and whether it is a slip of one that DeepSpeed knows.
+
+    Names that begin with an underscore are comments.
+    """
     known = _read(frozenset())[1][""] & OPEN
     sections = frozenset(name for name, value in config.items() if isinstance(value, dict) and name in known)
-    found = []
+    found = {}
     for name, asked in sorted(_read(sections)[1].items()):
         path = f"{name}." if name else ""
         for key in map(str, (config[name] if name else config) if asked else ()):
             if key not in asked and not key.startswith("_"):
-                found.append(UnknownKey(f"{path}{key}", did_you_mean(key, asked, path)))
+                guess = did_you_mean(key, asked, path)
+                text = f'"{path}{key}" is no key of DeepSpeed {deepspeed.__version__}, which ignores it{guess}'
+                found[text] = bool(guess)
     return found
 
 

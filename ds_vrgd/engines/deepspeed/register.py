@@ -99,8 +99,8 @@ def _configure_basic_optimizer(original: Callable[..., Any], engine: Any, parame
 def _do_optimizer_sanity_check(original: Callable[..., Any], engine: Any, optimizer: Any) -> Any:
     """Check the configuration: the optimizer exists now, and no wrapper is built around it yet."""
     if isinstance(optimizer, VROptimizer):
-        for key in unknown_keys(engine._config._param_dict) if engine.global_rank == 0 else ():
-            logger.warning(str(key))
+        for text in unknown_keys(engine._config._param_dict) if engine.global_rank == 0 else ():
+            logger.warning(text)
         refuse_inexact(engine, optimizer)
         require_same_optimizer(engine, optimizer)
     elif isinstance(optimizer, torch.optim.Optimizer):

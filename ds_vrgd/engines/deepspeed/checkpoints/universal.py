@@ -173,15 +173,7 @@ def find(folder: Path, tag: str | None) -> Path:
 
 
 def _read(folder: Path) -> tuple[list[dict[str, Any]], list[_Buffer], dict[str, Any]]:
-    """Return what a checkpoint holds.
-
-    Returns:
-        The model's file of every rank that wrote one; the flat buffers, one per param group at stages 1 and 2, one per
-        sub-group at stage 3; the options of the param groups, loss scale, clipping and version.
-
-    Raises:
-        CheckpointError: files are missing, damaged or too many, or something in them could not be carried over.
-    """
+    """Return the models' files; the flat buffers, one per param group, or per sub-group at stage 3; and the options."""
     experts = CheckpointError(f"{folder} holds expert layers (MoE), which are not supported")
     if any(folder.glob("*_expert_*_model_states.pt")):  # their optimizer's files have other names, too
         raise experts
@@ -218,7 +210,6 @@ def _read(folder: Path) -> tuple[list[dict[str, Any]], list[_Buffer], dict[str, 
 
 
 def _optimizer_files(folder: Path) -> list[Path]:
-    """Return the optimizer's files, in the order of their ranks."""
     found: dict[int, Path] = {}
     for path in sorted(folder.glob("*_optim_states.pt")):
         match = _OPTIMIZER_FILE.fullmatch(path.name)
@@ -240,11 +231,7 @@ def _optimizer_files(folder: Path) -> list[Path]:
 
 
 def _read_file(path: Path, form: Mapping[Any, Any]) -> dict[str, Any]:
-    """Return the content of one file, whose checksums are right; its tensors are read when they are used.
-
-    Raises:
-        CheckpointError: the file is missing or damaged, names a program (see ``safe_load``), or has another form.
-    """
+    """Return the content of one file, whose checksums and form are right; its tensors are read when they are used."""
     if path.is_file():
         try:
             with zipfile.ZipFile(path) as archive:
@@ -265,9 +252,6 @@ def _check(path: Path, name: Any, value: Any, form: Any) -> None:
 
     A form is a type, or several; a list of one form per value, or ``[form, ...]`` for any number of values; ``{key:
     form}`` for a mapping that has these keys, or ``{...: form}`` for any keys.
-
-    Raises:
-        CheckpointError: a key is missing, or something is of another kind or another number of things.
     """
     kinds = type(form) if isinstance(form, (list, dict)) else form
     if not isinstance(value, kinds):
@@ -345,11 +329,7 @@ def _layers_in_slots(
 
 
 def _save(content: Any, path: Path) -> None:
-    """Write one file.
-
-    Raises:
-        OSError: the disk is full, or takes no more of this user: torch raises a RuntimeError for both.
-    """
+    """Write one file; OSError where the disk takes no more, for which torch raises a RuntimeError."""
     try:
         torch.save(content, path)
     except RuntimeError as error:
