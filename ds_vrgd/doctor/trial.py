@@ -21,7 +21,6 @@ from ds_vrgd.engines.deepspeed.observer import observer_of
 from ds_vrgd.engines.deepspeed.refusals import rounds_mean
 from ds_vrgd.engines.deepspeed.wrappers import wrapper_name
 
-Engine = Any
 T = TypeVar("T")
 
 # A dynamic loss scale begins at 2^16 and is halved at each overflow.
@@ -234,7 +233,7 @@ def param_groups(weights: Mapping[str, Tensor], optimizer: str) -> list[dict[str
     return [group for group in groups if group["params"]]
 
 
-def _build(model: nn.Module, settings: Settings) -> Engine:
+def _build(model: nn.Module, settings: Settings) -> Any:
     """Build the engine around the model.
 
     Raises:

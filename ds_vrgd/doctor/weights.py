@@ -13,11 +13,9 @@ from torch import Tensor
 from ds_vrgd.engines.deepspeed.observer import EngineObserver, observer_of
 from ds_vrgd.optim import VROptimizer
 
-Engine = Any
-
 
 @contextmanager
-def whole_weights(engine: Engine) -> Iterator[dict[str, Tensor]]:
+def whole_weights(engine: Any) -> Iterator[dict[str, Tensor]]:
     """Yield the model's weights in its own dtype, whole, on every rank; a collective."""
     params = dict(engine.module.named_parameters())
     if engine.zero_optimization_stage() == 3:
@@ -27,7 +25,7 @@ def whole_weights(engine: Engine) -> Iterator[dict[str, Tensor]]:
         yield {name: param.data for name, param in params.items()}
 
 
-def master_weights(engine: Engine) -> dict[str, Tensor]:
+def master_weights(engine: Any) -> dict[str, Tensor]:
     """Return the fp32 weights that the optimizer updates, flat, on the CPU, by layer; a collective."""
     return whole_layers(engine.basic_optimizer, {tensor: tensor.detach() for tensor in observer_of(engine).tensors})
 

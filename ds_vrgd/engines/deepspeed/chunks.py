@@ -11,8 +11,6 @@ from torch import Tensor
 
 from ds_vrgd.engines.patches import Patches
 
-Engine = Any
-
 # What ``_running`` is between the call of engine.backward() and the first hook of the pass.
 ANNOUNCED = -1
 
@@ -40,7 +38,7 @@ class Chunks:
     """
 
     def __init__(
-        self, engine: Engine, name_of: Callable[[Tensor], str], complete: Callable[[], None],
+        self, engine: Any, name_of: Callable[[Tensor], str], complete: Callable[[], None],
         hold: Callable[[bool], None], *, waits: bool,
     ) -> None:  # fmt: skip
         self._engine = engine

@@ -19,8 +19,6 @@ from torch import Tensor
 from ds_vrgd.engines.deepspeed.held import GradientScale
 from ds_vrgd.moments import GradientHook, Moments, Route, Segment, ShardedMoments, ShardLayout, value_of
 
-Engine = Any
-
 AT_ONCE = 2**24  # elements that are compared at once: 64 MB in fp32
 PARTS = 4.0  # how much larger than the layer's chunks, in root mean square, each rank's part of a chunk may be
 NEVER = 10.0  # multiples of a rounding error's standard deviation that rounding never reaches
@@ -41,7 +39,7 @@ class EditDetector:
             their sizes are not known. A pipeline's batch leaves no time for edits, except by hooks.
     """
 
-    def __init__(self, engine: Engine, summed: Collection[str]) -> None:
+    def __init__(self, engine: Any, summed: Collection[str]) -> None:
         dtypes = {engine.communication_data_type, *engine.get_data_types()[1:]} - {None}
         if engine.torch_autocast_enabled():
             dtypes.add(engine.torch_autocast_dtype())

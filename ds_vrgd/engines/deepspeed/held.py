@@ -17,8 +17,6 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer, GradPartitionBufferGroup
 from torch import Tensor
 
-Engine = Any
-
 #: Stage 3 keeps its gradient partitions under this name.
 PARTITIONS = "_DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition"
 
@@ -96,7 +94,7 @@ class GradientScale:
         of_loss: the loss scale of the last backward pass. It does not change inside a window, but may at its end.
     """
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Any) -> None:
         self._wrapper = engine.optimizer
         self.of_loss = 1.0
 

@@ -17,9 +17,8 @@ from deepspeed.runtime.pipe.module import PipelineModule
 from deepspeed.runtime.pipe.schedule import BackwardPass, PipeInstruction, ReduceTiedGrads, TrainSchedule
 from torch import Tensor
 
+from ds_vrgd.engines.deepspeed.parallel import Engine
 from ds_vrgd.moments import CopiedMoments
-
-Engine = Any
 
 
 class SumCopies(PipeInstruction):  # type: ignore[misc]

@@ -22,9 +22,8 @@ from torch import Tensor, nn
 from ds_vrgd.engines.deepspeed.checkpoints.safe_load import CheckpointError, read_plain, run_nothing
 from ds_vrgd.engines.deepspeed.checkpoints.universal import REST, read_manifest
 from ds_vrgd.engines.deepspeed.observer import observer_of
+from ds_vrgd.engines.deepspeed.parallel import Engine
 from ds_vrgd.moments import ShardLayout
-
-Engine = Any
 
 _GUARDED = "_ds_vrgd_guarded"
 
