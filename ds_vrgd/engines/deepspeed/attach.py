@@ -92,6 +92,7 @@ class Attachment:
         self._error: FloatingPointError | None = None
         self._params = list(engine.param_names)
         engine._ds_vrgd_attachment = self
+        self._patches.follow(engine, "destroy", before=self.detach)
         for other in {other() for param in self._params if (other := _ATTACHED.get(param)) is not None} - {None}:
             other._retire()
         for param in self._params:
@@ -120,33 +121,25 @@ class Attachment:
             patches.follow(engine, "zero_grad", after=observer.drop)
             if engine.optimizer is not engine.basic_optimizer:  # else the optimizer itself calls drop()
                 patches.follow(engine.optimizer, "zero_grad", after=observer.drop)
-        patches.follow(engine, "destroy", before=self.detach)
 
     def follow_pipeline(self, engine: Engine) -> None:
-        """Follow the schedule of a pipeline engine, which has no ``backward()`` and no ``step()`` of its own.
-
-        After its step, in this order: give every rank the statistics of all stages, close the batch, close the window,
-        and give the copies of a weight the same values.
-        """
-        observer, patches = self._observer, self._patches
+        """Follow the schedule of a pipeline engine, which has no ``backward()`` and no ``step()`` of its own."""
+        observer, patches, stages = self._observer, self._patches, None
         if any(group["gamma"] < 1.0 for group in self._optimizer.param_groups):
             stages = StageStatistics(observer.observed_layers(), engine.mpu.get_pipe_parallel_group(), engine.device)
-
-            def merge() -> None:
-                if engine.was_step_applied():
-                    self._optimizer.merge_statistics(stages.merge)
-
-            patches.follow(engine, "_take_model_step", after=merge)
         guard_saving(engine)
         follower = Follower(engine, observer.end_micro_batch, observer.copied)
-        patches.follow(engine, "train_batch", before=follower.refuse_broken_batch)
-        patches.follow(engine, "_take_model_step", after=follower.close)
-        patches.follow(engine, "_take_model_step", after=self._close_window)
-        if follower.has_copies:
-            # Each stage updates its copy by sums that it forms in an order of its own.
-            patches.follow(engine, "_take_model_step", after=engine.module._synchronize_tied_weights)
-        patches.follow(engine, "train_batch", after=self._raise_error)
-        patches.follow(engine, "destroy", before=self.detach)
+
+        def close_batch() -> None:
+            if stages is not None and engine.was_step_applied():
+                self._optimizer.merge_statistics(stages.merge)
+            follower.close()
+            self._close_window()
+            if follower.has_copies:  # each stage updates its copy by sums that it forms in an order of its own
+                engine.module._synchronize_tied_weights()
+
+        patches.follow(engine, "_take_model_step", after=close_batch)
+        patches.follow(engine, "train_batch", before=follower.refuse_broken_batch, after=self._raise_error)
 
     @contextmanager
     def _model_step(self, *args: Any, **kwargs: Any) -> Iterator[None]:
