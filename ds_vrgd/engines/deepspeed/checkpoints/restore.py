@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import deepspeed
 import torch
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.utils import logger
@@ -133,8 +134,9 @@ def load_universal(engine: Engine, folder: Path, *, load_optimizer_states: bool 
                 wrapper._reassign_or_swap_out_partitioned_parameters(sub_group)
         else:  # the engine itself calls update_lp_params()
             wrapper._link_all_hp_params()
-        for own, value in rest:
-            _copy_whole(own, value)
+    for own, value in rest:
+        with deepspeed.zero.GatheredParameters([own], modifier_rank=0):  # stage 3 cuts frozen weights, too
+            own.data.copy_(value)
 
 
 def _check_layers(engine: Engine, folder: Path, shards: list[_Shard]) -> dict[str, Any]:
@@ -237,13 +239,3 @@ def _load_state(wrapper: Any, state: dict[int, Any], common: dict[str, Any], *, 
             f"the checkpoint was saved {'with' if was_dynamic else 'without'} a dynamic loss scale, and this engine "
             "trains in another dtype: its own loss scale is kept"
         )
-
-
-def _copy_whole(own: Any, value: Tensor) -> None:
-    """Copy a frozen weight or a buffer into the model, or at stage 3 this rank's slot of a weight that is cut."""
-    if not hasattr(own, "ds_tensor"):
-        own.data.copy_(value)
-        return
-    slot = own.ds_tensor.numel()
-    mine = value.flatten()[slot * torch.distributed.get_rank(own.ds_process_group) :][:slot]
-    own.ds_tensor.data.flatten()[: mine.numel()].copy_(mine)

@@ -364,11 +364,10 @@ def _kinds(buffer: _Buffer) -> tuple[set[str], dict[str, Any]]:
     scalars: dict[str, Any] = {}
     for rank in filled:
         for key, value in buffer.states[rank].items():
+            is_number = isinstance(value, (Tensor, int, float))
             if isinstance(value, Tensor) and value.dim() > 0:
                 per_element.add(key)
-                continue
-            is_number = isinstance(value, (Tensor, int, float))
-            if value is not None and not (is_number and scalars.setdefault(key, value) == value):
+            elif value is not None and not (is_number and scalars.setdefault(key, value) == value):
                 raise CheckpointError(
                     f"{buffer.files[rank]}: state {key}={value!r} {where} is no number, or differs between ranks: it "
                     "cannot be carried over"
