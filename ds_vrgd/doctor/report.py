@@ -37,58 +37,34 @@ class Outcome:
 
 @dataclass
 class Findings:
-    """The findings of one run; complete on rank 0.
-
-    Attributes:
-        stage, dtype: of the engine, and of the model's weights in it.
-        wrapper: DeepSpeed's class around the optimizer.
-        mode, why: fused, observe or off, and what decided on it.
-        ranks, micro_batches: of a step; k is their product.
-        clip: DeepSpeed's limit of the gradient's norm; 0 for none.
-        layers: number of layers found.
-        reduced, trusted: how many of them have GSNR, a trust ratio (None: the optimizer has none).
-        steps, skipped: taken, and left out because a gradient was not finite.
-        raised: further steps, whose learning rate was raised until the weights moved visibly; among ``steps``.
-        error: of the weights after the last step, norm-wise.
-        moved: the distance that the reference's weights moved, relative to their norm.
-        worst: the layer with the largest part in the error, and that part, in the units of ``error``.
-        apart: largest difference between a chunk gradient of the engine and of the plain model, relative to its norm.
-        rounding: limit of ``apart``, given the dtype that both compute in.
-        repeats: whether the plain model gave the same gradients for the same batch twice.
-        follows: whether the model's weights are the rounded masters.
-        coarse: why the error is held to :data:`OF_DISTANCE` of the distance; None if to :data:`OF_WEIGHTS`.
-        state: bytes of optimizer state for each element of this rank's shards, by state key.
-        moments: bytes of moments for each element of the shards: before a step, and between steps.
-        buffers: bytes of exchange buffers on this rank.
-        sent: bytes that this rank sends for moments, per micro-batch and once more per step.
-    """
+    """The findings of one run; complete on rank 0."""
 
     stage: int
-    dtype: str
-    wrapper: str
-    mode: str
-    why: str
+    dtype: str  # of the model's weights in the engine
+    wrapper: str  # DeepSpeed's class around the optimizer
+    mode: str  # fused, observe or off
+    why: str  # what decided on the mode
     ranks: int
-    micro_batches: int
-    clip: float
+    micro_batches: int  # of a rank in a step; k is their number times ranks
+    clip: float  # DeepSpeed's limit of the gradient's norm; 0 for none
     layers: int
-    reduced: int | None
-    trusted: int | None
-    steps: int = 0
-    skipped: int = 0
-    raised: int = 0
-    error: float = float("nan")
-    moved: float = float("nan")
-    worst: tuple[str, float] = ("", float("nan"))
-    apart: float = 0.0
-    rounding: float = 0.0
-    repeats: bool = False
-    follows: bool = False
-    coarse: str | None = None
-    state: dict[str, float] = field(default_factory=dict)
-    moments: tuple[float, float] = (0.0, 0.0)
-    buffers: int = 0
-    sent: tuple[int, int] = (0, 0)
+    reduced: int | None  # layers that have GSNR
+    trusted: int | None  # layers that have a trust ratio; None: the optimizer has none
+    steps: int = 0  # taken
+    skipped: int = 0  # left out because a gradient was not finite
+    raised: int = 0  # steps among those taken whose learning rate was raised until the weights moved visibly
+    error: float = float("nan")  # of the weights after the last step, norm-wise
+    moved: float = float("nan")  # the distance that the reference's weights moved, relative to their norm
+    worst: tuple[str, float] = ("", float("nan"))  # the layer with the largest part in the error, and that part
+    apart: float = 0.0  # largest difference between the engine's gradient of a chunk and the plain model's, by norm
+    rounding: float = 0.0  # limit of ``apart``, given the dtype that both compute in
+    repeats: bool = False  # whether the plain model gave the same gradients for the same batch twice
+    follows: bool = False  # whether the model's weights are the rounded masters
+    coarse: str | None = None  # why the error is held to OF_DISTANCE of the distance; None if to OF_WEIGHTS
+    state: dict[str, float] = field(default_factory=dict)  # bytes for each element of this rank's shards, by state key
+    moments: tuple[float, float] = (0.0, 0.0)  # bytes for each element of the shards: before a step, and between steps
+    buffers: int = 0  # bytes of exchange buffers on this rank
+    sent: tuple[int, int] = (0, 0)  # bytes that this rank sends for moments: per micro-batch, once more per step
 
     @property
     def numbers(self) -> dict[str, Any]:

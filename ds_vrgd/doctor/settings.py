@@ -12,7 +12,7 @@ import torch
 from deepspeed.runtime import lr_schedules
 
 from ds_vrgd.doctor.report import Row
-from ds_vrgd.engines.deepspeed.configs import SIZES, did_you_mean, faults_of, unknown_keys
+from ds_vrgd.engines.deepspeed.configs import OPEN, SIZES, did_you_mean, faults_of, unknown_keys
 from ds_vrgd.engines.deepspeed.register import NAMES
 
 # More micro-batches per step prove nothing more; a run for a thousand GPUs may ask for thousands of them on two.
@@ -24,10 +24,9 @@ MICRO_BATCHES, SAMPLES = 2, 4
 MONITORS = ("tensorboard", "csv_monitor", "wandb", "comet", "flops_profiler")
 
 #: Sections that must be objects where they are given.
-SECTIONS = (
-    *MONITORS, "optimizer", "scheduler", "zero_optimization", "fp16", "bf16", "compile", "tensor_parallel",
-    "hybrid_engine", "torch_autocast", "data_types", "checkpoint", "activation_checkpointing", "data_efficiency", "aio",
-)  # fmt: skip
+SECTIONS = {
+    *OPEN, *MONITORS, "zero_optimization", "fp16", "bf16", "compile", "tensor_parallel", "hybrid_engine",
+}  # fmt: skip
 
 #: The nearest of our optimizers to one of DeepSpeed's or torch's.
 NEAREST = {
@@ -38,17 +37,11 @@ NEAREST = {
 
 @dataclass
 class Settings:
-    """The configuration that the doctor gives DeepSpeed.
+    """The configuration that the doctor gives DeepSpeed."""
 
-    Attributes:
-        config: DeepSpeed's configuration, complete.
-        changes: each value that is not the JSON's own, and why.
-        warnings: keys that DeepSpeed ignores.
-    """
-
-    config: dict[str, Any]
-    changes: list[str] = field(default_factory=list)
-    warnings: list[str] = field(default_factory=list)
+    config: dict[str, Any]  # complete
+    changes: list[str] = field(default_factory=list)  # each value that is not the JSON's own, and why
+    warnings: list[str] = field(default_factory=list)  # keys that DeepSpeed ignores
 
     @property
     def optimizer(self) -> str:
@@ -69,12 +62,7 @@ class Settings:
 
 
 def prepare(config: dict[str, Any], world: int, device: str) -> Settings:
-    """Return the settings for ``world`` ranks.
-
-    Args:
-        config: the JSON, not changed.
-        world: data-parallel ranks.
-        device: DeepSpeed's name of the accelerator, "cpu" without one.
+    """Return the settings for ``world`` ranks, given a JSON, on a device by DeepSpeed's name ("cpu" without one).
 
     Raises:
         ValueError: DeepSpeed would refuse the JSON or ignore a misspelt key, the optimizer is not one of ours, a step
@@ -112,7 +100,7 @@ def prepare(config: dict[str, Any], world: int, device: str) -> Settings:
 
 def _check_sections(config: dict[str, Any]) -> None:
     """Raise ValueError unless every section is an object."""
-    sections = {name: config.get(name, {}) for name in SECTIONS}
+    sections = {name: config.get(name, {}) for name in sorted(SECTIONS)}
     for name in ("optimizer", "scheduler"):
         sections[f"{name}.params"] = sections[name].get("params", {}) if isinstance(sections[name], dict) else {}
     for name, value in sections.items():

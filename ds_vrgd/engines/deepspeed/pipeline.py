@@ -108,19 +108,12 @@ class Follower:
 
 
 class Tied(NamedTuple):
-    """Weights of which this stage and others hold a copy.
+    """Weights of which this stage and others hold a copy."""
 
-    Attributes:
-        key: of their ``TiedLayerSpec``.
-        params: this stage's copies.
-        group: process group of the stages' ranks, of equal data-parallel index, by ascending stage.
-        first_stage: the lowest of the stages.
-    """
-
-    key: str
-    params: tuple[Tensor, ...]
-    group: Any
-    first_stage: int
+    key: str  # of their TiedLayerSpec
+    params: tuple[Tensor, ...]  # this stage's copies
+    group: Any  # process group of the stages' ranks, of equal data-parallel index, by ascending stage
+    first_stage: int  # the lowest of the stages
 
 
 def tied_weights(module: Any) -> list[Tied]:

@@ -21,7 +21,7 @@ from ds_vrgd.engines.deepspeed.agreement import is_ours, require_same_model, req
 from ds_vrgd.engines.deepspeed.attach import attach
 from ds_vrgd.engines.deepspeed.configs import unknown_keys
 from ds_vrgd.engines.deepspeed.refusals import refuse_inexact, refuse_replaced
-from ds_vrgd.engines.deepspeed.versions import DEEPSPEED, check_class
+from ds_vrgd.engines.deepspeed.versions import check_class
 from ds_vrgd.optim import OPTIMIZERS, VROptimizer, allocate_state_only
 from ds_vrgd.optim.options import nearest
 
@@ -37,7 +37,7 @@ def register() -> None:
     """Wrap ``DeepSpeedEngine`` once; later calls do nothing.
 
     Raises:
-        RuntimeError: this DeepSpeed lacks a method that must be wrapped, or has changed one.
+        UnsupportedRelease: this DeepSpeed lacks a method that must be wrapped, or has changed one.
     """
     check_class(DeepSpeedEngine, deepspeed.__version__)
     for cls in OPTIMIZERS.values():
@@ -45,9 +45,7 @@ def register() -> None:
             zero_utils.ZERO_SUPPORTED_OPTIMIZERS.append(cls)
     for wrapper in WRAPPERS:
         name = wrapper.__name__
-        original = getattr(DeepSpeedEngine, name, None)
-        if original is None:
-            raise RuntimeError(f"this DeepSpeed has no DeepSpeedEngine.{name}; ds_vrgd needs deepspeed{DEEPSPEED}")
+        original = getattr(DeepSpeedEngine, name)
         if not hasattr(original, _WRAPPED):
             setattr(DeepSpeedEngine, name, _as_method(wrapper, original))
 

@@ -24,21 +24,13 @@ Runs = tuple[tuple[int, int], ...]
 
 @dataclass
 class Holdings:
-    """The contents of the client optimizer's tensors.
+    """The contents of the client optimizer's tensors, of which layers are cut (``routes``) or whole (``copies``)."""
 
-    Attributes:
-        layouts: of every tensor that ``step()`` will be called with.
-        group: process group over which the optimizer wrapper cuts the layers; None where it keeps them whole.
-        routes: for cut layers, where each observed parameter's elements are owned.
-        experts: the same for experts, which their own groups cut, by group.
-        copies: for whole layers, the observed parameter that each optimizer tensor is a copy of.
-    """
-
-    layouts: dict[Tensor, ShardLayout] = field(default_factory=dict)
-    group: Any | None = None
-    routes: list[Route] = field(default_factory=list)
-    experts: dict[Any, list[Route]] = field(default_factory=dict)
-    copies: dict[Tensor, Tensor] = field(default_factory=dict)
+    layouts: dict[Tensor, ShardLayout] = field(default_factory=dict)  # of every tensor that step() will be called with
+    group: Any | None = None  # process group over which the optimizer wrapper cuts the layers; None for whole ones
+    routes: list[Route] = field(default_factory=list)  # where each observed parameter's elements are owned
+    experts: dict[Any, list[Route]] = field(default_factory=dict)  # the same for experts, by the group that cuts them
+    copies: dict[Tensor, Tensor] = field(default_factory=dict)  # the observed parameter that each tensor is a copy of
 
 
 def holdings_of(engine: Engine, *, every_group: bool = False) -> Holdings:

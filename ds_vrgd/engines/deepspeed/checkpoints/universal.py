@@ -64,16 +64,13 @@ class _Layer(NamedTuple):
 
 
 class _Buffer(NamedTuple):
-    """A flat buffer that was cut over the ranks: a param group, by its index, or at stage 3 a part of one.
+    """A flat buffer that was cut over the ranks: a param group, or at stage 3 a part of one."""
 
-    ``masters`` (shards of the fp32 weights), ``states`` and ``files`` (names) have one entry per rank.
-    """
-
-    group: int
+    group: int  # index of the param group
     layers: list[_Layer]
-    masters: list[Tensor]
-    states: list[dict[str, Any]]
-    files: list[str]
+    masters: list[Tensor]  # by rank: the shard of the fp32 weights
+    states: list[dict[str, Any]]  # by rank
+    files: list[str]  # by rank: the name
 
 
 def to_universal(
