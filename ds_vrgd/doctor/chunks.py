@@ -53,11 +53,7 @@ def norm_of(tensors: Sequence[Tensor]) -> float:
 
 
 class SeenGradients:
-    """Collects the engine's own chunk gradients, each as autograd hands it out: before any reduction.
-
-    Args:
-        module: the engine's model.
-    """
+    """Collects the engine's own chunk gradients, each as autograd hands it out: before any reduction."""
 
     def __init__(self, module: nn.Module) -> None:
         self._open: dict[str, Tensor] = {}

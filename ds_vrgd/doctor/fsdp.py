@@ -32,10 +32,7 @@ def require_optimizer(flag: str, name: str) -> str:
 def examine_fsdp(optimizer: str, named: str | None, steps: int) -> Outcome:
     """Train in fp32 and in bf16, and compare. A collective of all ranks: the status is the same on each.
 
-    Args:
-        optimizer: name of its class, with default arguments.
-        named: the user's model as ``module:function``, or None (:func:`shard`).
-        steps: optimizer steps.
+    The optimizer, given by its class's name, has default arguments. For ``named`` see :func:`load_model`.
     """
     outcomes = [_examine(optimizer, dtype, named, steps) for dtype in ("float32", "bfloat16")]
     return Outcome([row for outcome in outcomes for row in outcome.rows], max(outcome.status for outcome in outcomes))

@@ -73,9 +73,7 @@ def random_tokens(samples: int, step: int, index: int) -> tuple[Tensor, bool]:
 def load_model(named: str | None, samples: int) -> tuple[nn.Module, Batches]:
     """Return the model, with the same weights on every rank, and its batches.
 
-    Args:
-        named: ``module:function``, or None for the tiny transformer.
-        samples: of one of the tiny transformer's micro-batches.
+    ``named`` is the user's ``module:function``, or None for the tiny transformer with ``samples`` in a micro-batch.
 
     Raises:
         ValueError: there is no such function, or it does not return ``(model, batches)``.

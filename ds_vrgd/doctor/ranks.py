@@ -194,13 +194,8 @@ def run_as_rank(function: Callable[..., T], *arguments: Any, join: Callable[[flo
 def _join(timeout_s: float, hung: TextIO | None = None, deterministic: bool = True, **rendezvous: Any) -> None:
     """Make this process one of the ranks.
 
-    After ``timeout_s`` seconds it writes where it is, and ends unless whoever started the ranks does that.
-
-    Args:
-        timeout_s: for all that follows.
-        hung: an open file for where it is, which whoever started the ranks watches; None for standard error.
-        deterministic: have a GPU compute the same bits every time.
-        rendezvous: for ``deepspeed.init_distributed``; nothing where a launcher has set the environment.
+    After ``timeout_s`` seconds it writes where it is to the open file ``hung``, which whoever started the ranks
+    watches; without one it writes to standard error, and ends. Without ``rendezvous`` a launcher set the environment.
     """
     faulthandler.dump_traceback_later(timeout_s, exit=hung is None, file=hung or sys.stderr)
     deepspeed.utils.logger.setLevel("ERROR")

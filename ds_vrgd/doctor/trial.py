@@ -32,10 +32,7 @@ MOST_RAISED, LEAST_RATE = 7, 1e-4
 def examine(settings: Settings, named: str | None, steps: int) -> Outcome:
     """Train and compare. A collective of all ranks: the status is the same on each, and the rows are rank 0's.
 
-    Args:
-        settings: for these ranks.
-        named: the user's model as ``module:function``, or None.
-        steps: optimizer steps.
+    For ``named`` see :func:`load_model`.
     """
     try:
         trial = Trial(settings, named)
@@ -54,10 +51,6 @@ def from_first_rank(value: T) -> T:
 
 class Trial:
     """An engine, and on rank 0 the reference that follows it.
-
-    Args:
-        settings: for the ranks that there are.
-        named: the user's model, or None.
 
     Raises:
         ValueError: the model cannot be loaded, or no engine can be built. Its arguments are the reasons.
