@@ -171,17 +171,11 @@ class NoiseScaleUnknown(RuntimeError):
 
 @dataclass(frozen=True)
 class GradientNoise:
-    """Noise and signal of the last step's gradient, by layer: unbiased estimates (``gsnr.noise_and_signal``).
+    """Noise and signal of the last step's gradient, by layer: unbiased estimates (``gsnr.noise_and_signal``)."""
 
-    Attributes:
-        names: of the layers whose gamma is below 1, ``L`` of them.
-        trace: ``(L,)``, ``tr(Sigma)``, the summed variance of one sample's gradient; on the optimizer's device.
-        signal: ``(L,)``, ``|G|^2``, the squared norm of the expected gradient; may come out negative.
-    """
-
-    names: tuple[str, ...]
-    trace: Tensor
-    signal: Tensor
+    names: tuple[str, ...]  # of the L layers whose gamma is below 1
+    trace: Tensor  # (L,), tr(Sigma), the summed variance of one sample's gradient; on the optimizer's device
+    signal: Tensor  # (L,), |G|^2, the squared norm of the expected gradient; may come out negative
 
 
 def gradient_noise(engine_or_optimizer: Any, chunk_size: float | None = None) -> GradientNoise:

@@ -30,17 +30,11 @@ LARGEST_BUCKET = 2**25
 
 
 class Built(NamedTuple):
-    """The exchange that takes the chunk gradients of an engine, and the parameters that feed it.
+    """The exchange that takes the chunk gradients of an engine, and the parameters that feed it."""
 
-    Attributes:
-        exchange: of all observed parameters; None where none is observed (``gamma=1``).
-        hooked: the parameters that DeepSpeed reduces itself, and whose gradients are seen through hooks.
-        copied: by parameter, the exchanges of weights that other stages of a pipeline hold copies of.
-    """
-
-    exchange: Exchange | None
-    hooked: Sequence[Tensor] = ()
-    copied: Mapping[Tensor, CopiedMoments] = {}
+    exchange: Exchange | None  # of all observed parameters; None where none is observed (gamma=1)
+    hooked: Sequence[Tensor] = ()  # parameters that DeepSpeed reduces itself, whose gradients are seen through hooks
+    copied: Mapping[Tensor, CopiedMoments] = {}  # of weights that other stages of a pipeline hold copies of
 
 
 def build_exchange(

@@ -38,19 +38,12 @@ def replaces(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _Fused:
-    """The methods that the wrappers of all stages share. A mixin: set up by :func:`fuse`, never constructed.
+    """The methods that the wrappers of all stages share. A mixin: set up by :func:`fuse`, never constructed."""
 
-    Attributes:
-        exchange: takes the gradients, and holds their sum over the window's micro-batches on this rank's shards.
-        edits: keeps what was measured apart from what others write.
-        came: returns whether a gradient that arrives is this engine's.
-        shards: the wrapper's name for the flat shards that its client optimizer updates.
-    """
-
-    shards: ClassVar[str]
-    exchange: ShardedMoments
-    came: Callable[[Tensor], bool]
-    edits: FusedEdits
+    shards: ClassVar[str]  # the wrapper's name for the flat shards that its client optimizer updates
+    exchange: ShardedMoments  # takes the gradients, and holds their sum over the window's micro-batches
+    came: Callable[[Tensor], bool]  # returns whether a gradient that arrives is this engine's
+    edits: FusedEdits  # keeps what was measured apart from what others write
     _published: bool
     _formed: Tensor | None  # the norm, from the check for an overflow until DeepSpeed asks for it
     _runs: dict[bool, list[tuple[Tensor, int, int]]]  # by whether this rank counts them: shard, start, elements
