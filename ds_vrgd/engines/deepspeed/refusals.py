@@ -35,10 +35,7 @@ COMPILED_ON_SEVERAL_DEVICES = (
 )
 _ROUNDED = "DeepSpeed rounds the mean of the gradients to 16 bits, and the step would be taken with that mean"
 _LOST_UPDATES = "updates smaller than the weights' rounding would be lost. Set it to false"
-_QUANTIZED = (
-    "the model computes with weights that are rounded to 8 bits, which was never compared with the reference. Set it "
-    "to false"
-)
+_QUANTIZED = "the model computes with 8-bit weights, which was never compared with the reference. Set it to false"
 _WITH_MPU = (
     "Call deepspeed.runtime.sequence_parallel.parallel_state_sp.initialize_sequence_parallel({}) and pass that module "
     "to deepspeed.initialize as mpu"
@@ -92,10 +89,7 @@ def _of_optimizer(engine: Engine, optimizer: VROptimizer) -> Iterator[str]:
         yield from _of_rounded_mean(engine)
     prenormalizes = any(group.get("prenormalize", False) for group in optimizer.param_groups)
     if prenormalizes and not getattr(engine._config.zero_config, "compute_grad_norm", True):
-        yield (
-            "zero_optimization.compute_grad_norm=false with prenormalize: the gradient is divided by a norm that "
-            "DeepSpeed does not form. Set it to true"
-        )
+        yield "zero_optimization.compute_grad_norm=false with prenormalize, which divides by that norm. Set it to true"
 
 
 def _of_precision(engine: Engine) -> Iterator[str]:
@@ -118,10 +112,7 @@ def _of_precision(engine: Engine) -> Iterator[str]:
     if not engine.gradient_average:
         yield "gradient_allreduce_op=sum: the mean over the ranks is part of the definition. Use the default, mean"
     if stage == 3 and zero.zero_quantized_gradients:  # ZeRO++. Other stages ignore it.
-        yield (
-            "zero_optimization.zero_quantized_gradients=true: DeepSpeed sums gradients that are rounded to 4 bits. Set "
-            "it to false"
-        )
+        yield "zero_optimization.zero_quantized_gradients=true: DeepSpeed sums 4-bit gradients. Set it to false"
     for setting in ("zero_quantized_weights", "zero_quantized_nontrainable_weights"):
         if stage == 3 and getattr(zero, setting):
             yield f"zero_optimization.{setting}=true: {_QUANTIZED}"
@@ -130,10 +121,7 @@ def _of_precision(engine: Engine) -> Iterator[str]:
 def _of_model(engine: Engine) -> Iterator[str]:
     """Yield what hides or changes the gradients of the model."""
     if engine.is_deepcompile_enabled():
-        yield (
-            "compile.deepcompile=true: gradients are reduced inside the graph, where no rank's own can be seen. Set it "
-            "to false"
-        )
+        yield "compile.deepcompile=true: gradients are reduced in the graph, where no hook sees them. Set it to false"
     yield from _of_compilation(engine)
     for name, module in engine.module.named_modules():
         if getattr(module, "sparse", False) and isinstance(module, (torch.nn.Embedding, torch.nn.EmbeddingBag)):
@@ -162,10 +150,8 @@ def _compiles_inexactly(engine: Engine) -> bool:
 def _of_offload(engine: Engine) -> Iterator[str]:
     """Yield what steps with another optimizer, or could not be resumed."""
     zero = engine._config.zero_config
-    if getattr(engine, "zenflow", False):
-        yield (
-            "zero_optimization.zenflow: it updates selected channels with an optimizer of its own. Remove that section"
-        )
+    if engine.zenflow:
+        yield "zero_optimization.zenflow: it updates some channels with an optimizer of its own. Remove that section"
     if engine.super_offload():
         yield "offload_optimizer.super_offload=true: it steps with its own CPU Adam instead. Set it to false"
     if (ratio := getattr(zero.offload_optimizer, "ratio", 1.0)) < 1.0:
@@ -176,10 +162,7 @@ def _of_offload(engine: Engine) -> Iterator[str]:
             "and with the first weights of every small sub-group. Use cpu"
         )
     if getattr(zero.offload_param, "device", None) == "nvme":
-        yield (
-            "offload_param.device=nvme: DeepSpeed's load_checkpoint() fails on parameters that are on NVMe, and the "
-            "run could not be resumed. Use cpu"
-        )
+        yield "offload_param.device=nvme: DeepSpeed's load_checkpoint() fails on it, so no run could resume. Use cpu"
     if engine.zero_elastic_checkpoint():
         yield (
             "zero_optimization.elastic_checkpoint=true: DeepSpeed then saves the state without the param groups' "
@@ -198,9 +181,7 @@ def _of_pipeline(engine: Engine) -> Iterator[str]:
     if type(engine) is not PipelineEngine:
         yield f"{type(engine).__name__}: it follows a schedule of its own. Use deepspeed.PipelineModule"
     if (size := engine.sequence_parallel_size) > 1:
-        yield (
-            f"PipelineModule with sequence_parallel_size={size}: not verified yet. Use either, with data parallelism"
-        )
+        yield f"PipelineModule with sequence_parallel_size={size}: not verified yet. Use either with data parallelism"
     if (clip := engine.gradient_clipping()) and engine.zero_optimization_stage() == 0 and not engine.bfloat16_enabled():
         yield (
             f"gradient_clipping={clip} with PipelineModule and zero_optimization.stage=0 in fp32: DeepSpeed clips by "
@@ -278,16 +259,14 @@ def _of_sequence_parallelism(engine: Engine) -> Iterator[str]:
         )
     if stage == 1 and _sums_bf16_in_fp32(engine):
         yield (
-            f"data_types.grad_accum_dtype=fp32 with bf16 at stage 1 and a sequence-parallel size of {size}: in the "
-            "gradient norm DeepSpeed's BF16_Optimizer takes the ranks that share a sequence for tensor-parallel ones, "
-            "and fails on all but the first. Leave out grad_accum_dtype (fused mode accumulates in fp32 anyway), or "
-            "use stage 2"
+            f"data_types.grad_accum_dtype=fp32 with bf16 at stage 1 and a sequence-parallel size of {size}: for the "
+            "gradient norm BF16_Optimizer takes the ranks that share a sequence for tensor-parallel ones, and fails on "
+            "all but the first. Leave out grad_accum_dtype (fused mode accumulates in fp32 anyway), or use stage 2"
         )
     if stage == 3 and not engine.zero_reduce_scatter():
         yield (
             f"zero_optimization.reduce_scatter=false at stage 3 with a sequence-parallel size of {size}: DeepSpeed "
-            "divides what fits its bucket by the number of data-parallel ranks, and the rest by that of all ranks. Set "
-            "it to true"
+            "divides what fits its bucket by the data-parallel ranks, and the rest by all ranks. Set it to true"
         )
 
 
