@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -31,7 +31,7 @@ SECTIONS = {
 #: The nearest of our optimizers to one of DeepSpeed's or torch's.
 NEAREST = {
     "adam": "VRAdam", "adamw": "VRAdamW", "onebitadam": "VRAdam", "zerooneadam": "VRAdam", "sgd": "VRMomentum",
-    "lamb": "VRLAMB", "onebitlamb": "VRLAMB", "lars": "VRLARS",
+    "onebitlamb": "VRLAMB",
 }  # fmt: skip
 
 
@@ -39,20 +39,11 @@ NEAREST = {
 class Settings:
     """The configuration that the doctor gives DeepSpeed."""
 
+    optimizer: str  # the name of its class
+    arguments: dict[str, Any]  # the optimizer's, as the JSON gives them
     config: dict[str, Any]  # complete
-    changes: list[str] = field(default_factory=list)  # each value that is not the JSON's own, and why
-    warnings: list[str] = field(default_factory=list)  # keys that DeepSpeed ignores
-
-    @property
-    def optimizer(self) -> str:
-        """Return the name of the optimizer's class."""
-        return NAMES[self.config["optimizer"]["type"]].__name__
-
-    @property
-    def arguments(self) -> dict[str, Any]:
-        """Return the optimizer's arguments, as the JSON gives them."""
-        given: dict[str, Any] = self.config["optimizer"]["params"]
-        return given
+    changes: list[str]  # each value that is not the JSON's own, and why
+    warnings: list[str]  # keys that DeepSpeed ignores
 
     def rows(self) -> list[Row]:
         """Return the table's rows of the optimizer, of what was changed and of what is ignored."""
@@ -76,9 +67,8 @@ def prepare(config: dict[str, Any], world: int, device: str) -> Settings:
             f"tensor_parallel.autotp_size={size}: the doctor compares every rank with a whole model, and cannot check "
             "tensor parallelism. Give it the JSON without that section; the rest of it is checked all the same"
         )
-    settings = Settings(copy.deepcopy(config), warnings=_check_keys(config))
-    config, changes = settings.config, settings.changes
-    arguments: dict[str, Any] = config["optimizer"].setdefault("params", {})
+    warnings, changes, config = _check_keys(config), [], copy.deepcopy(config)
+    optimizer, arguments = NAMES[config["optimizer"]["type"]], config["optimizer"].setdefault("params", {})
     for name in MONITORS:
         if config.pop(name, None):
             changes.append(f"{name}: left out here")
@@ -89,13 +79,12 @@ def prepare(config: dict[str, Any], world: int, device: str) -> Settings:
     _resolve(config, {"bf16.enabled": device != "cpu", "fp16.enabled": False, "gradient_clipping": 1.0}, changes)
     config["steps_per_print"] = 10**9
     micro_batches = config["gradient_accumulation_steps"]
-    reduces_variance = NAMES[config["optimizer"]["type"]].reduces_variance and arguments.get("gamma") != 1.0
-    if reduces_variance and world * micro_batches < 2:
+    if optimizer.reduces_variance and arguments.get("gamma") != 1.0 and world * micro_batches < 2:
         raise ValueError(
             f"gradient_accumulation_steps={micro_batches} on {world} rank is k = 1 chunk, which has no variance. Give "
             "the doctor --world 2, or raise gradient_accumulation_steps, or set gamma=1.0 in optimizer.params"
         )
-    return settings
+    return Settings(optimizer.__name__, arguments, config, changes, warnings)
 
 
 def _check_sections(config: dict[str, Any]) -> None:

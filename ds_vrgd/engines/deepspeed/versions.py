@@ -53,7 +53,7 @@ METHODS = {
     "allreduce_gradients": "bucket_size", "_take_model_step": "lr_kwargs", "step": "lr_kwargs",
     "zero_reduce_bucket_size": "", "zero_optimization_stage": "", "zero_reduce_scatter": "",
     "fp16_enabled": "", "torch_autocast_enabled": "", "torch_autocast_dtype": "", "is_deepcompile_enabled": "",
-    "super_offload": "", "zero_quantized_gradients": "", "bf16_master_weights_and_gradients": "",
+    "super_offload": "", "bf16_master_weights_and_gradients": "",
     "fp16_master_weights_and_gradients": "", "zero_elastic_checkpoint": "", "load_universal_checkpoint": "",
     "get_data_types": "", "managed_gradient_accumulation": "",
     "compile": "backend compile_kwargs schedule compiled_autograd_enabled",
