@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 MANIFEST = "manifest.json"
 
 
-@dataclass(frozen=True)
-class Fingerprint:
+class Fingerprint(NamedTuple):
     """The size of a file in bytes and its sha256 in hexadecimal, to compare when it is read again."""
 
     size: int
@@ -27,10 +25,6 @@ class Fingerprint:
         except OSError as error:
             return f"cannot be read ({error.strerror})"
         return None if sha256 == self.sha256 else f"has sha256 {sha256}, not {self.sha256}"
-
-    def as_json(self) -> dict[str, int | str]:
-        """Return the two values by their names."""
-        return asdict(self)
 
 
 def sha256_of(path: Path) -> str:

@@ -16,13 +16,9 @@ from ds_vrgd.optim import VROptimizer
 
 @contextmanager
 def whole_weights(engine: Any) -> Iterator[dict[str, Tensor]]:
-    """Yield the model's weights in its own dtype, whole, on every rank; a collective."""
-    params = dict(engine.module.named_parameters())
-    if engine.zero_optimization_stage() == 3:
-        with deepspeed.zero.GatheredParameters(list(params.values())):
-            yield {name: param.data.clone() for name, param in params.items()}
-    else:
-        yield {name: param.data for name, param in params.items()}
+    """Yield the model's weights in its own dtype, whole, on every rank; a collective. They are not to be kept."""
+    with deepspeed.zero.GatheredParameters(list(engine.module.parameters())):  # only at stage 3 are they cut
+        yield {name: param.data for name, param in engine.module.named_parameters()}
 
 
 def master_weights(engine: Any) -> dict[str, Tensor]:

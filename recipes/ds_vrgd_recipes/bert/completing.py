@@ -71,7 +71,7 @@ def complete(
     unknown = int(counts[tokenizer.unk_token_id])
     files = {name: file for result in results for name, file in result.files.items()}
     for path in (folder / UNIGRAM_COUNTS, *sorted((folder / "tokenizer").iterdir())):
-        files[str(path.relative_to(folder))] = fingerprint(path).as_json()
+        files[str(path.relative_to(folder))] = fingerprint(path)._asdict()
     manifest = {
         "format": FORMAT,
         "settings": settings.model_dump(mode="json"),

@@ -92,7 +92,7 @@ def tokenise(
             counts += np.bincount(shard.tokens, minlength=len(counts))
         name = shard_name(split, number)
         shard.write(folder / name)
-        result.files[name] = fingerprint(folder / name).as_json()
+        result.files[name] = fingerprint(folder / name)._asdict()
         result.sequences[split] = {}
         for length in lengths:
             sequences, files = cut(shard, folder, split, number, length)
@@ -113,7 +113,7 @@ def cut(
     name = chunks_name(split, number, length)
     spans = chunk_spans(shard, length)
     write_chunks(folder / name, spans)
-    return len(spans), {name: fingerprint(folder / name).as_json()}
+    return len(spans), {name: fingerprint(folder / name)._asdict()}
 
 
 def shard_name(split: str, number: int) -> str:

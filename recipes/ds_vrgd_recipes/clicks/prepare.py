@@ -170,6 +170,6 @@ def _complete(
         "source": [{"path": path, "size": size} for path, (size, _) in files.items()],
         "clicks": of_set,
         "table_sizes": vocabulary.table_sizes,
-        "files": {str(path.relative_to(folder)): fingerprint(path).as_json() for path in written},
+        "files": {str(path.relative_to(folder)): fingerprint(path)._asdict() for path in written},
     }
     write_text(folder / "manifest.json", json.dumps(manifest, indent=1) + "\n")

@@ -19,7 +19,7 @@ def write_manifest(folder: Path, files: dict[str, Fingerprint]) -> None:
     Args:
         files: by path within ``folder``.
     """
-    content = {"files": {name: files[name].as_json() for name in sorted(files)}}
+    content = {"files": {name: files[name]._asdict() for name in sorted(files)}}
     write_text(folder / MANIFEST, json.dumps(content, indent=1) + "\n")
 
 

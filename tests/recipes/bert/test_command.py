@@ -142,7 +142,7 @@ def written_by_an_older_version(checkpoint: Path, target: Path) -> None:
     keys = ("model", "vocabulary_sha256", "data_sha256", "seed", "phases", "ranks", "zero_stage", "optimizer", "step")
     path.write_text(json.dumps({key: state[key] for key in keys}))
     files = json.loads(manifest.read_text())
-    files["files"][path.name] = fingerprint(path).as_json()
+    files["files"][path.name] = fingerprint(path)._asdict()
     manifest.write_text(json.dumps(files))
 
 
