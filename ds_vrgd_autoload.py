@@ -61,13 +61,11 @@ def prepare(module: Any) -> None:
 
     @functools.wraps(build)
     def import_and_build(self: Any, *args: Any, **kwargs: Any) -> None:
-        if engine.__init__ is not import_and_build:  # another library has wrapped it, or the import is done
-            _import()
-            build(self, *args, **kwargs)
-            return
-        engine.__init__ = build
+        is_first = engine.__init__ is import_and_build  # else another library has wrapped it, or the import is done
+        if is_first:
+            engine.__init__ = build
         _import()
-        engine.__init__(self, *args, **kwargs)
+        (engine.__init__ if is_first else build)(self, *args, **kwargs)
 
     engine.__init__ = import_and_build
 

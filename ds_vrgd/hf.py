@@ -83,7 +83,11 @@ class VRTrainerMixin:
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Tensor | int | None = None) -> Any:
         """Train on a micro-batch as the Trainer does; the first time, watch whether the loss is divided."""
-        self._attach(model)
+        # Accelerate has sharded the model by FSDP2 just now.
+        if self._attached is not self.optimizer and getattr(self.accelerator, "is_fsdp2", False):
+            if isinstance(getattr(self.optimizer, "optimizer", self.optimizer), VROptimizer):
+                attach(model, self.optimizer)
+            self._attached = self.optimizer
         step = super().training_step  # type: ignore[misc]
         compiled = self.args.torch_compile or any(module._compiled_call_impl for module in self.model.modules())
         if self._loss_is_checked or num_items_in_batch is None or compiled or self.args.n_gpu > 1:
@@ -100,13 +104,6 @@ class VRTrainerMixin:
                 "make the Trainer, which then divides."
             )
         return loss
-
-    def _attach(self, model: nn.Module) -> None:
-        """Attach the optimizer to a model that Accelerate has just sharded by FSDP2."""
-        if self._attached is not self.optimizer and getattr(self.accelerator, "is_fsdp2", False):
-            if isinstance(getattr(self.optimizer, "optimizer", self.optimizer), VROptimizer):
-                attach(model, self.optimizer)
-            self._attached = self.optimizer
 
     def _groups(self, model: nn.Module | None, *, named: bool) -> list[dict[str, Any]]:
         """Return both groups. DeepSpeed's engine has the names itself, and replaces the parameters by flat tensors."""
