@@ -160,8 +160,7 @@ def find(folder: Path, tag: str | None) -> Path:
             raise CheckpointError(f"{latest} is damaged: {tag[:80]!r} is no folder in {folder}. Give the tag")
     if tag is None and not any(folder.glob("*_states.pt")):
         raise CheckpointError(
-            f"{folder} has neither a file 'latest' nor shards in it: give the folder that engine.save_checkpoint was "
-            "given, or a tag"
+            f"{folder} has neither a file 'latest' nor shards in it: give engine.save_checkpoint's folder, or a tag"
         )
     source = folder.absolute() if tag is None else folder / tag
     if not source.is_dir():
