@@ -5,8 +5,8 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
@@ -15,7 +15,7 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import Tensor
 
-from ds_vrgd.engines.deepspeed.parallel import Engine, Layers, numel_of
+from ds_vrgd.engines.deepspeed.parallel import Engine, Layers
 from ds_vrgd.moments import Route, Segment, ShardLayout
 
 #: ``(rank, elements)`` of consecutive runs of a flattened parameter, by ascending rank.
@@ -95,23 +95,19 @@ def _flat(engine: Engine, observed: Sequence[bool], params: Any, offsets: Any, s
     for of_group, begins, *rest in zip(params, offsets, shards, observed, partitions, strict=True):
         shard, is_observed, partition = rest
         rank, size = torch.distributed.get_rank(partition), shard.numel()
-        parts = [
-            _Part(param, runs_across(offset, param.numel(), size), max(offset - rank * size, 0))
-            for param, offset in zip(of_group, begins, strict=True)
-        ]
+        parts = []
+        for param, offset in zip(of_group, begins, strict=True):
+            runs, start = runs_across(offset, param.numel(), size), max(offset - rank * size, 0)
+            parts.append(Route(param, "", param.numel(), runs, shard, start))
         _add(held, layers, shard, parts, partition, is_observed=is_observed)
     return held
 
 
 def runs_across(offset: int, numel: int, size: int) -> Runs:
     """Return the runs into which shards of ``size`` elements cut ``numel`` elements that begin at ``offset``."""
-    runs, position, last = [], offset, offset + numel
-    while position < last:
-        rank = position // size
-        end = min(last, (rank + 1) * size)
-        runs.append((rank, end - position))
-        position = end
-    return tuple(runs)
+    last = offset + numel
+    ranks = range(offset // size, (last - 1) // size + 1) if numel else ()
+    return tuple((rank, min(last, (rank + 1) * size) - max(offset, rank * size)) for rank in ranks)
 
 
 def _stage_3(engine: Engine, observed: Sequence[bool]) -> Holdings:
@@ -125,34 +121,24 @@ def _stage_3(engine: Engine, observed: Sequence[bool]) -> Holdings:
         parts = []
         for param in params:
             _, start, slot = wrapper.grad_position[wrapper.get_param_id(param)]
-            parts.append(_Part(param, slots(param.ds_numel, slot, ranks), start, slot))
+            parts.append(Route(param, "", param.ds_numel, slots(param.ds_numel, slot, ranks), shard, start, slot))
         _add(held, layers, shard, parts, held.group, is_observed=observed[wrapper.sub_group_to_group_id[number]])
     return held
 
 
-class _Part(NamedTuple):
-    """The owners of a parameter's elements (see ``Route``); this rank's begin at ``start`` in its shard."""
-
-    param: Tensor
-    runs: Runs
-    start: int
-    slot: int | None = None
-
-
 def _add(
-    held: Holdings, layers: Layers, shard: Tensor, parts: Sequence[_Part], partition: Any, *, is_observed: bool
+    held: Holdings, layers: Layers, shard: Tensor, parts: Sequence[Route], partition: Any, *, is_observed: bool
 ) -> None:
-    """Add a shard that has ``parts`` of parameters which the process group ``partition`` cuts."""
+    """Add a shard that has ``parts`` of parameters, not named yet, which the process group ``partition`` cuts."""
     rank, segments = torch.distributed.get_rank(partition), []
     of_shard = tuple(layers.of(part.param, partition) for part in parts)
-    for index, ((param, runs, start, slot), layer) in enumerate(zip(parts, of_shard, strict=True)):
-        if own := dict(runs).get(rank, 0):
-            before = sum(numel for other, numel in runs if other < rank)
-            segments.append(Segment(index, start, own, before))
+    for index, (part, layer) in enumerate(zip(parts, of_shard, strict=True)):
+        if own := dict(part.runs).get(rank, 0):
+            before = sum(numel for other, numel in part.runs if other < rank)
+            segments.append(Segment(index, part.shard_start, own, before))
         if is_observed:
             routes = held.routes if partition is held.group else held.experts.setdefault(partition, [])
-            numel, place = numel_of(param), len(routes)
-            routes.append(Route(param, layer.name, numel, runs, shard, start, slot=slot, place=place))
+            routes.append(replace(part, name=layer.name, place=len(routes)))
     held.layouts[shard] = ShardLayout(of_shard, tuple(segments), shard.numel())
 
 

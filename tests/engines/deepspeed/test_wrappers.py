@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from ds_vrgd.engines.deepspeed.wrappers import Holdings, _add, _Part, runs_across, slots
-from ds_vrgd.moments import Layer, Segment
+from ds_vrgd.engines.deepspeed.wrappers import Holdings, _add, runs_across, slots
+from ds_vrgd.moments import Layer, Route, Segment
 
 
 def test_runs_across_shards_and_slots() -> None:
@@ -25,7 +25,7 @@ def test_experts_have_routes_of_their_own_where_they_are_observed(
     monkeypatch.setattr(torch.distributed, "get_rank", lambda group: 1)
     held, shard = Holdings(group="everyone"), torch.zeros(4)
     layers: Any = SimpleNamespace(of=lambda param, partition: Layer("expert", param.numel()))
-    part = _Part(torch.zeros(6), runs_across(3, 6, 4), start=0)
+    part = Route(torch.zeros(6), "", 6, runs_across(3, 6, 4), shard, 0)
     _add(held, layers, shard, [part], "experts", is_observed=is_observed)
     assert held.layouts[shard].segments == (Segment(0, 0, 4, 1),)
     assert held.routes == []
