@@ -20,6 +20,7 @@ from ds_vrgd.doctor.weights import HandedMean, master_weights, whole_weights
 from ds_vrgd.engines.deepspeed.observer import observer_of
 from ds_vrgd.engines.deepspeed.refusals import rounds_mean
 from ds_vrgd.engines.deepspeed.wrappers import wrapper_name
+from ds_vrgd.optim import OPTIMIZERS
 
 T = TypeVar("T")
 
@@ -84,7 +85,7 @@ class Trial:
             int(self.engine.zero_optimization_stage()), str(self.dtype).removeprefix("torch."),
             wrapper_name(self.engine), self.observer.mode, self.observer.why, self.world, self.accumulation, self.clip,
             layers=len({layer.name for layout in layouts for layer in layout.layers}), reduced=None,
-            trusted=sum(adapted) if is_adaptive(settings.optimizer) else None, coarse=self._coarse(),
+            trusted=sum(adapted) if OPTIMIZERS[settings.optimizer].sums_layers else None, coarse=self._coarse(),
             rounding=ROUNDING[str(self.autocast or self.dtype).removeprefix("torch.")],
         )  # fmt: skip
 
@@ -212,14 +213,9 @@ class Trial:
         found.moved = self._distance()
 
 
-def is_adaptive(optimizer: str) -> bool:
-    """Return whether the optimizer has a trust ratio."""
-    return optimizer.endswith(("LARS", "LAMB"))
-
-
 def param_groups(weights: Mapping[str, Tensor], optimizer: str) -> list[dict[str, Any]]:
     """Return groups of names: matrices; and biases and norms, without decay and trust ratio. No group is empty."""
-    without = {"weight_decay": 0.0} | ({"adapt": False} if is_adaptive(optimizer) else {})
+    without = {"weight_decay": 0.0} | ({"adapt": False} if OPTIMIZERS[optimizer].sums_layers else {})
     matrices = [name for name, weight in weights.items() if weight.dim() > 1]
     vectors = [name for name in weights if name not in matrices]
     groups: list[dict[str, Any]] = [{"params": matrices}, {"params": vectors, **without}]
