@@ -68,8 +68,7 @@ class _Buffer(NamedTuple):
 
     group: int  # index of the param group
     layers: list[_Layer]
-    masters: list[Tensor]  # by rank: the shard of the fp32 weights
-    states: list[dict[str, Any]]  # by rank
+    states: list[dict[str, Any]]  # by rank, with the shard of the weights as "fp32"
     files: list[str]  # by rank: the name
 
 
@@ -198,9 +197,9 @@ def _read(folder: Path) -> tuple[list[dict[str, Any]], list[_Buffer], dict[str, 
     buffers = []
     for number, shapes in enumerate(models[0]["param_shapes"]):
         layers = (_layers_in_slots if is_stage_3 else _layers_end_to_end)(folder, number, shapes, ranks)
-        shards = [saved[masters][number].detach() for saved in ranks]
-        states = [saved[inner]["state"].get(number, {}) for saved in ranks]
-        buffers.append(_Buffer(group_of[number], layers, shards, states, [path.name for path in paths]))
+        weights = [{"fp32": saved[masters][number].detach()} for saved in ranks]
+        states = [own | saved[inner]["state"].get(number, {}) for own, saved in zip(weights, ranks, strict=True)]
+        buffers.append(_Buffer(group_of[number], layers, states, [path.name for path in paths]))
     common = {key: value for key, value in first.items() if key not in _SHARDED}
     return models, buffers, common | {"param_groups": groups}
 
@@ -343,8 +342,7 @@ def _write_layers(buffers: Sequence[_Buffer], folder: Path) -> dict[str, Any]:
                 raise CheckpointError(f"{layer.name} is in the checkpoint twice")
             (folder / layer.name).mkdir()
             for key in ("fp32", *keys):
-                shards = buffer.masters if key == "fp32" else [state.get(key) for state in buffer.states]
-                whole = _whole(layer, key, shards, buffer.files)
+                whole = _whole(layer, key, [state.get(key) for state in buffer.states], buffer.files)
                 _save({"param": whole, "cat_dim": 0}, folder / layer.name / f"{key}.pt")
             for key, value in scalars.items():
                 _save(value, folder / layer.name / f"{key}.pt")
@@ -373,7 +371,7 @@ def _kinds(buffer: _Buffer) -> tuple[set[str], dict[str, Any]]:
             raise CheckpointError(
                 f"{buffer.files[rank]}: rank {rank} has no state {missing[0]} {where}, and other ranks have"
             )
-    return per_element, scalars
+    return per_element - {"fp32"}, scalars
 
 
 def _whole(layer: _Layer, key: str, shards: Sequence[Any], files: Sequence[str]) -> Tensor:
