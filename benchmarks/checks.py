@@ -1,9 +1,9 @@
 """The cost of the checks of every window, and of watching the ranks: ``python -m benchmarks.checks --ranks 2``.
 
-One engine takes its steps in blocks, with and without ``--parts`` in turns, so that neither has the warmer card. Without
-"checks" nobody looks for edited gradients, for hooks on accumulated gradients, or for gradients that are no part of the
-chunk. With "watch" the ranks are compared as with ``watch="log"``, also where they are fewer than four. The ratio of a
-pair of blocks is that of their median steps.
+One engine takes its steps in blocks, with ``--parts`` and without them in turns, so that neither has the warmer card.
+Without "checks" nobody looks for edited gradients, for hooks on accumulated gradients, or for gradients that are no
+part of the chunk. With "watch" the ranks are compared as with ``watch="log"``, also where they are fewer than four. The
+ratio of a pair of blocks is that of their median steps.
 """
 
 from __future__ import annotations

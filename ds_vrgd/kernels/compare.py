@@ -46,7 +46,7 @@ def _compare(
     layer, index = tl.load(layers + tl.load(entry + 3)), tl.load(entry + 4)
     row, column = tl.arange(0, height), tl.arange(0, tile)
     is_rank, is_mean = (row < ranks)[:, None], (row == ranks)[:, None]
-    if height < _PRODUCT:
+    if height < _PRODUCT:  # noqa: SIM108, a kernel knows no such expression of two shapes
         gram = tl.zeros([height, height, tile], tl.float32)
     else:
         gram = tl.zeros([height, height], tl.float32)

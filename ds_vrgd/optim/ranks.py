@@ -53,7 +53,7 @@ _FACTOR = 2.0
 # Two gradients whose squared distance is less than this share of that of their distances from the mean are the same.
 _SAME = 1e-3
 # Evidence that is on its way to its bound, by this part of it; the cosine with the last step's of the same batch.
-_LIKELY, _REPEATED = 0.3, 0.3
+_LIKELY, _REPEATED = 0.3, 0.5
 # Decay of the running mean of a rank's deviations; rate of the running means that a fault is described by.
 _MEMORY, _FAST = 0.9, 0.2
 # From a median absolute deviation to the standard deviation of a normal distribution.
@@ -471,17 +471,23 @@ class RankWatch:
         many = float(bad.sum()) > max(2.0, 0.25 * float(live.sum()))
         lean_norm = norm[-1] != 0 or abs(float(z_norm[-1])) > _FAR or likely_norm > _LIKELY
         lean_cosine = cosine[-1] != 0 or likely_cosine > _LIKELY
-        value = float(self._again[column])
+        # What is sudden shows in this step; what lasts, in the mean over the last ones.
+        value = float(series.away[-2, column] if series.z[-2, column] > _FAR else self._again[column])
         if bool(again.any()) or float(likely[-2]) > _LIKELY:
             if value >= _REPEATED:
                 return event(
                     "repeated",
                     f"its deviations are those of the step before (cosine {value:.2f}): the same batch again",
                 )
-            if bool(again.any()) and not bool(bad.any() or norm[-1] or cosine[-1]):
+            alone = not bool(bad.any() or norm[-1] or cosine[-1]) and max(likely_norm, likely_cosine) < _LIKELY
+            if bool(again.any()) and alone:
                 return event("drifted", "its deviations keep one direction: other weights, or data of its own")
         rows = bad.nonzero()[:, 0].tolist()
-        if bool(norm[-1] or cosine[-1]) or many or (rows and not bool(single.any()) and (lean_norm or lean_cosine)):
+        if (
+            bool(norm[-1] or cosine[-1] or again.any())
+            or many
+            or (rows and not bool(single.any()) and (lean_norm or lean_cosine))
+        ):
             usual, factor = float(others[-1]), float(mean_norm[-1].exp())
             turned = float(report.cosines[live, column].median() if z_cosine[-1] < -_FAR else mean_cosine[-1])
             if lean_cosine and turned < min(-0.5 * usual, 0.0) and norm[-1] == 0 and likely_norm < _LIKELY:
@@ -507,7 +513,6 @@ class RankWatch:
                 where = f"element {place} is {far:.0f} standard deviations of the other ranks off"
             return event("element", where, [row for row in rows if single[row]])
         usual, factor = float(others[row]), float(mean_norm[row].exp())
-        # What is sudden shows in this step; what lasts, in the mean over the last ones.
         turned = float(report.cosines[row, column] if z_cosine[row] < -_FAR else mean_cosine[row])
         if bool(cosine[row]) and turned < min(-0.5 * usual, 0.0) and norm[row] == 0:
             return event("flipped", f"it points against the others' there (cosine {turned:.2f})", rows)

@@ -42,3 +42,13 @@ class Case:
     @property
     def of_vectors(self) -> dict[str, Any]:
         return {"adapt": False} if self.optimizer in ADAPTIVE else {}
+
+
+def watched() -> dict[str, Case]:
+    """Return the cases in which the ranks are compared, on four data-parallel ranks."""
+    return {
+        "VRLAMB": Case(accumulation=2),
+        "LAMB, bf16": Case("LAMB", "bf16", 2),
+        "gamma = 1": Case("VRAdam", accumulation=2, arguments={"gamma": 1.0}),
+        "without the distributed optimizer": Case(accumulation=2, ddp={"use_distributed_optimizer": False}),
+    }
