@@ -12,93 +12,107 @@ from torch import Tensor
 from ds_vrgd.kernels.blocks import BLOCK, COLUMNS, BlockTable
 from ds_vrgd.kernels.update import empty_partials, sum_blocks
 
-WARPS = 4
-#: Columns that a program has at once, by the rows of its tile: the ranks, and their mean. With fewer rows than
-#: :data:`PRODUCT` the products are summed one by one, since the matrix product takes no fewer.
-TILES = {4: 256, 8: 64}
-TILE = 64
-PRODUCT = 16
-
-_COLUMNS, _PRODUCT = tl.constexpr(COLUMNS), tl.constexpr(PRODUCT)
+WARPS = 1
 
 
-@triton.jit
-def _largest(values, index, best, where):
-    """Return the largest values of the rows so far, and the indices of their elements."""
-    found, at = tl.max(values, 1, return_indices=True, return_indices_tie_break_left=True)
-    return tl.maximum(found, best), tl.where(found > best, index + at, where)
+def tile_of(ranks: int) -> int:
+    """Return how many columns a program has at once: each needs a register for every product of two ranks."""
+    return 64 if ranks <= 8 else 32
+
+
+_COLUMNS = tl.constexpr(COLUMNS)
 
 
 @triton.jit
-def _store_largest(peak, values, where, row, ranks):
-    bits = values.to(tl.int32, bitcast=True).to(tl.int64) << 32
-    tl.atomic_max(peak + row, bits | (where & 0xFFFFFFFF), mask=row < ranks)
+def _repeated(value, times: tl.constexpr):
+    found = ()
+    for _ in tl.static_range(times):
+        found = found + (value,)
+    return found
+
+
+@triton.jit
+def _store_largest(peak, values, where, index):
+    """Take the largest of a rank's values, and the index of its element, into ``peak``."""
+    best, at = tl.max(values, 0, return_indices=True, return_indices_tie_break_left=True)
+    place = tl.sum(tl.where(tl.arange(0, values.shape[0]) == at, where, 0), 0)
+    bits = best.to(tl.int32, bitcast=True).to(tl.int64) << 32
+    tl.atomic_max(peak, bits | ((index + place) & 0xFFFFFFFF))
 
 
 @triton.jit(do_not_specialize=["blocks", "row_stride"])
 def _compare(
     rows, row_stride, table, layers, partials, blocks, peak, largest, least_share,
-    ranks: tl.constexpr, height: tl.constexpr, sketch: tl.constexpr, block: tl.constexpr, tile: tl.constexpr,
+    ranks: tl.constexpr, sketch: tl.constexpr, block: tl.constexpr, tile: tl.constexpr,
 ):  # fmt: skip
     number = tl.program_id(0)
     entry = table + number.to(tl.int64) * _COLUMNS
     start, low, high = tl.load(entry), tl.load(entry + 1), tl.load(entry + 2)
     layer, index = tl.load(layers + tl.load(entry + 3)), tl.load(entry + 4)
-    row, column = tl.arange(0, height), tl.arange(0, tile)
-    is_rank, is_mean = (row < ranks)[:, None], (row == ranks)[:, None]
-    if height < _PRODUCT:  # noqa: SIM108, a kernel knows no such expression of two shapes
-        gram = tl.zeros([height, height, tile], tl.float32)
-    else:
-        gram = tl.zeros([height, height], tl.float32)
-    signed = tl.zeros([height, tile], tl.float32)
-    squares, bad = tl.zeros([height], tl.float32), tl.zeros([height], tl.float32)
-    far, far_at = tl.zeros([height], tl.float32), tl.zeros([height], tl.int64)
-    top, top_at = tl.zeros([height], tl.float32), tl.zeros([height], tl.int64)
+    column = tl.arange(0, tile)
+    zero, nowhere = tl.zeros([tile], tl.float32), tl.zeros([tile], tl.int32)
+    products = _repeated(zero, (ranks + 1) * (ranks + 2) // 2)
+    squares, bad, signed = _repeated(zero, ranks), _repeated(zero, ranks), _repeated(zero, ranks)
+    far, far_at, top, top_at = (
+        _repeated(zero, ranks), _repeated(nowhere, ranks), _repeated(zero, ranks), _repeated(nowhere, ranks),
+    )  # fmt: skip
     for offset in range(0, block, tile):
         inside = offset + column
-        mask = is_rank & ((inside >= low) & (inside < high))[None, :]
-        places = row.to(tl.int64)[:, None] * row_stride + (start + inside)[None, :]
-        values = tl.load(rows + places, mask, other=0.0).to(tl.float32)
-        is_bad = (tl.abs(values) <= largest) == 0  # also where it is no number
-        bad += tl.sum(is_bad.to(tl.float32), 1)
-        values = tl.where(is_bad, 0.0, values)
-        squares += tl.sum(values * values, 1)
-        mean = tl.sum(values, 0) / ranks
-        deviations = tl.where(is_rank, values - mean[None, :], 0.0)
-        joined = tl.where(is_mean, mean[None, :], deviations)
-        if height < _PRODUCT:
-            gram += joined[:, None, :] * joined[None, :, :]
-        else:
-            gram += tl.dot(joined, tl.trans(joined), input_precision="ieee")
+        mask = (inside >= low) & (inside < high)
+        values, mean, new_bad, new_squares = (), zero, (), ()
+        for rank in tl.static_range(ranks):
+            value = tl.load(rows + rank * row_stride + start + inside, mask, other=0.0).to(tl.float32)
+            is_bad = (tl.abs(value) <= largest) == 0  # also where it is no number
+            value = tl.where(is_bad, 0.0, value)
+            new_bad = new_bad + (bad[rank] + is_bad.to(tl.float32),)
+            new_squares = new_squares + (squares[rank] + value * value,)
+            values, mean = values + (value,), mean + value
+        bad, squares, mean = new_bad, new_squares, mean / ranks
+        joined, everybody = (), zero
+        for rank in tl.static_range(ranks):
+            deviation = values[rank] - mean
+            joined, everybody = joined + (deviation,), everybody + deviation * deviation
+        joined = joined + (mean,)
+        new_products = ()
+        for row in tl.static_range(ranks + 1):
+            for other in tl.static_range(row + 1):
+                new_products = new_products + (products[row * (row + 1) // 2 + other] + joined[row] * joined[other],)
+        products = new_products
         hashed = ((index + inside) >> 4).to(tl.uint32)
         hashed = (hashed ^ (hashed >> 16)) * 0x7FEB352D
         negative = ((hashed ^ (hashed >> 15)) & 1) == 1
-        signed += tl.where(negative[None, :], -deviations, deviations)
-        square = deviations * deviations
-        top, top_at = _largest(square, index + offset, top, top_at)
+        new_signed, new_top, new_top_at, new_far, new_far_at = (), (), (), (), ()
+        for rank in tl.static_range(ranks):
+            new_signed = new_signed + (signed[rank] + tl.where(negative, -joined[rank], joined[rank]),)
+            square = joined[rank] * joined[rank]
+            new_top_at = new_top_at + (tl.where(square > top[rank], inside, top_at[rank]),)
+            new_top = new_top + (tl.maximum(square, top[rank]),)
+            if ranks > 2:
+                own = square * (ranks / (ranks - 1.0))
+                others = tl.maximum(everybody - own, everybody * least_share)
+                ratio = tl.where(others > 0.0, own * (ranks - 2.0) / others, 0.0)
+                new_far_at = new_far_at + (tl.where(ratio > far[rank], inside, far_at[rank]),)
+                new_far = new_far + (tl.maximum(ratio, far[rank]),)
+        signed, top, top_at = new_signed, new_top, new_top_at
         if ranks > 2:
-            own = square * (ranks / (ranks - 1.0))
-            everybody = tl.sum(square, 0)
-            others = tl.maximum(everybody[None, :] - own, (everybody * least_share)[None, :])
-            ratio = tl.where(others > 0.0, own * (ranks - 2.0) / others, 0.0)
-            far, far_at = _largest(ratio, index + offset, far, far_at)
-    own_peak = peak + layer * 2 * ranks
-    _store_largest(own_peak, far, far_at, row, ranks)
-    _store_largest(own_peak + ranks, top, top_at, row, ranks)
-    if height < _PRODUCT:
-        gram = tl.sum(gram, 2)
-    out, wide = partials + number, ranks + 1
-    places = row[:, None] * wide + row[None, :]
-    tl.store(out + places.to(tl.int64) * blocks, gram.to(tl.float64), (row < wide)[:, None] & (row < wide)[None, :])
-    out += tl.cast(wide * wide, tl.int64) * blocks
-    tl.store(out + row.to(tl.int64) * blocks, squares.to(tl.float64), row < ranks)
-    out += tl.cast(ranks, tl.int64) * blocks
-    tl.store(out + row.to(tl.int64) * blocks, bad.to(tl.float64), row < ranks)
-    out += tl.cast(ranks, tl.int64) * blocks
-    summed = tl.sum(tl.reshape(signed, [height, tile // sketch, sketch]), 1)
+            far, far_at = new_far, new_far_at
+    own_peak, out, wide = peak + layer * 2 * ranks, partials + number, ranks + 1
     # The element 0 of the block need not be in the first number of the sketch.
-    number_of = ((index + block + tl.arange(0, sketch)) % sketch)[None, :]
-    tl.store(out + (row[:, None] * sketch + number_of) * blocks, summed.to(tl.float64), is_rank)
+    number_of = (index + block + tl.arange(0, sketch)) % sketch
+    for row in tl.static_range(ranks + 1):
+        for other in tl.static_range(row + 1):
+            product = tl.sum(products[row * (row + 1) // 2 + other], 0)
+            tl.store(out + tl.cast(row * wide + other, tl.int64) * blocks, product)
+            tl.store(out + tl.cast(other * wide + row, tl.int64) * blocks, product)
+    out += tl.cast(wide * wide, tl.int64) * blocks
+    for rank in tl.static_range(ranks):
+        if ranks > 2:
+            _store_largest(own_peak + rank, far[rank], far_at[rank], index)
+        _store_largest(own_peak + ranks + rank, top[rank], top_at[rank], index)
+        tl.store(out + tl.cast(rank, tl.int64) * blocks, tl.sum(squares[rank], 0))
+        tl.store(out + tl.cast(ranks + rank, tl.int64) * blocks, tl.sum(bad[rank], 0))
+        summed = tl.sum(tl.reshape(signed[rank], [tile // sketch, sketch]), 0)
+        tl.store(out + (2 * ranks + rank * sketch + number_of) * blocks, summed)
 
 
 class Columns:
@@ -131,12 +145,10 @@ def compare_rows(
     if not columns.table.blocks:
         return
     ranks = len(rows)
-    height = max(min(TILES), triton.next_power_of_2(ranks + 1))
     partials = empty_partials(columns.table, sums.shape[1])
     with torch.cuda.device_of(rows):
         _compare[columns.table.blocks,](
             rows, rows.stride(0), columns.table.rows, columns.layers, partials, columns.table.blocks, peak, largest,
-            least_share, ranks=ranks, height=height, sketch=sketch, block=BLOCK,
-            tile=TILES.get(height, TILE), num_warps=WARPS,
+            least_share, ranks=ranks, sketch=sketch, block=BLOCK, tile=tile_of(ranks), num_warps=WARPS,
         )  # fmt: skip
     sums.index_add_(0, columns.layers, sum_blocks(columns.table, partials).T)
