@@ -17,7 +17,7 @@ WARPS = 1
 
 def tile_of(ranks: int) -> int:
     """Return how many columns a program has at once: each needs a register for every product of two ranks."""
-    return 64 if ranks <= 8 else 32
+    return 64 if ranks < 8 else 32
 
 
 _COLUMNS = tl.constexpr(COLUMNS)
@@ -81,6 +81,8 @@ def _compare(
         hashed = ((index + inside) >> 4).to(tl.uint32)
         hashed = (hashed ^ (hashed >> 16)) * 0x7FEB352D
         negative = ((hashed ^ (hashed >> 15)) & 1) == 1
+        # What a rank has of all ranks' squares orders as its deviation in the others' does, for one division a column.
+        scale = tl.where(everybody > 0.0, (ranks / (ranks - 1.0)) / everybody, 0.0)
         new_signed, new_top, new_top_at, new_far, new_far_at = (), (), (), (), ()
         for rank in tl.static_range(ranks):
             new_signed = new_signed + (signed[rank] + tl.where(negative, -joined[rank], joined[rank]),)
@@ -88,11 +90,9 @@ def _compare(
             new_top_at = new_top_at + (tl.where(square > top[rank], inside, top_at[rank]),)
             new_top = new_top + (tl.maximum(square, top[rank]),)
             if ranks > 2:
-                own = square * (ranks / (ranks - 1.0))
-                others = tl.maximum(everybody - own, everybody * least_share)
-                ratio = tl.where(others > 0.0, own * (ranks - 2.0) / others, 0.0)
-                new_far_at = new_far_at + (tl.where(ratio > far[rank], inside, far_at[rank]),)
-                new_far = new_far + (tl.maximum(ratio, far[rank]),)
+                share = square * scale
+                new_far_at = new_far_at + (tl.where(share > far[rank], inside, far_at[rank]),)
+                new_far = new_far + (tl.maximum(share, far[rank]),)
         signed, top, top_at = new_signed, new_top, new_top_at
         if ranks > 2:
             far, far_at = new_far, new_far_at
@@ -107,7 +107,8 @@ def _compare(
     out += tl.cast(wide * wide, tl.int64) * blocks
     for rank in tl.static_range(ranks):
         if ranks > 2:
-            _store_largest(own_peak + rank, far[rank], far_at[rank], index)
+            ratio = far[rank] * (ranks - 2.0) / tl.maximum(1.0 - far[rank], least_share)
+            _store_largest(own_peak + rank, ratio, far_at[rank], index)
         _store_largest(own_peak + ranks + rank, top[rank], top_at[rank], index)
         tl.store(out + tl.cast(rank, tl.int64) * blocks, tl.sum(squares[rank], 0))
         tl.store(out + tl.cast(ranks + rank, tl.int64) * blocks, tl.sum(bad[rank], 0))
