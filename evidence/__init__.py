@@ -10,4 +10,5 @@ NAMES: tuple[str, ...] = (
     "bert",
     "language",
     "ranks",
+    "ranks_blind",
 )
