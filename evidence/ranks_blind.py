@@ -9,9 +9,11 @@ in one process and hands them to ``RankReport.of_gradients`` and ``RankWatch``.
 from __future__ import annotations
 
 import itertools
+import logging
 import math
 import os
 import random
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -300,6 +302,8 @@ def sharded(setting: Setting, fault: Fault | None, drawn: Iterator[tuple[Tensor,
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
     from torch.distributed.tensor import DTensor
 
+    logging.getLogger("ds_vrgd").setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", message=".* estimates the GSNR from only k = ")
     rank, model = torch.distributed.get_rank(), made(setting)
     mesh = torch.distributed.init_device_mesh("cpu", (setting.k,))
     policy = MixedPrecisionPolicy(reduce_dtype=torch.bfloat16 if setting.model == "transformer" else None)

@@ -16,7 +16,9 @@ if TYPE_CHECKING:
 RANKS = {"fsdp2": "processes, FSDP2", "replicas": "in one process"}
 WITH_LAYER = ("scaled", "zero", "flipped", "element", "nonfinite")
 SIZES = {"fewer than 64 elements": (0, 64), "64 to 1,023": (64, 1024), "1,024 and more": (1024, 10**9)}
-BITS = {23: "2", 24: "4", 25: "16", 26: "256", 27: "2^16", 28: "2^32", 29: "2^64", 30: "2^128"}
+#: Of a flipped bit.
+CHANGES = ("below 0.1", "0.1 to 1", "1 to 10", "10 and more")
+LIMITS = (0.1, 1.0, 10.0)
 FLIP = "one exponent bit flipped"
 
 
@@ -33,7 +35,7 @@ def tables(rows: Sequence[Row]) -> list[str]:
         "Faults in one layer, by the layer's size; flipped bits are below:",
         "",
         *_table("layer", _by_size(fault for fault in faults if _has_layer(fault) and fault["name"] != FLIP)),
-        "Flipped bits. The change is that of the layer's gradient, in its norm:",
+        "Flipped bits, by the change in norms of the layer's gradient:",
         "",
         *_of_bits([fault for fault in faults if fault["name"] == FLIP]),
         "Not reported, or reported of another rank:",
@@ -114,14 +116,17 @@ def _by_size(faults: Iterable[Row]) -> dict[str, list[Row]]:
 
 
 def _of_bits(faults: Sequence[Row]) -> list[str]:
-    body = []
-    for (bit,), of in sorted(grouped(faults, "bit").items()):
-        missed = [fault["size"] for fault in of if not fault["events"]]
-        found = [fault["size"] for fault in of if fault["events"]]
-        cells = [f"{max(missed):.2g}" if missed else "–", f"{min(found):.2g}" if found else "–"]
-        body.append([f"{bit}, a factor of {BITS[bit]}", *_cells(of)[:4], *cells])
-    header = ["bit", "trainings", "reported", "right rank", "right class"]
-    return table([*header, "largest change not reported", "smallest change reported"], body)
+    groups: dict[str, list[Row]] = {}
+    for fault in sorted(faults, key=lambda fault: (_change(fault), fault["expected"])):
+        beyond = "; the value is beyond 2^48" if fault["expected"] == "nonfinite" else ""
+        groups.setdefault(CHANGES[_change(fault)] + beyond, []).append(fault)
+    header = ["change", "bits", "trainings", "reported", "right rank", "right class", "right layer"]
+    bits = {name: ", ".join(map(str, sorted({one["bit"] for one in of}))) for name, of in groups.items()}
+    return table(header, [[name, bits[name], *_cells(of)[:5]] for name, of in groups.items()])
+
+
+def _change(fault: Row) -> int:
+    return sum(not fault["size"] < limit for limit in LIMITS)  # NaN is beyond all
 
 
 def _misses(rows: Sequence[Row]) -> list[str]:

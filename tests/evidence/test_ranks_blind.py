@@ -14,6 +14,7 @@ from evidence import ranks_blind
 from evidence.ranks_blind import (
     BATCH,
     CHANGES,
+    EXPONENT,
     FAULTS,
     FIRST_STEP,
     Damage,
@@ -25,7 +26,7 @@ from evidence.ranks_blind import (
     measure,
     replicas,
 )
-from evidence.ranks_blind_report import BITS, draw, of_the_rank, tables
+from evidence.ranks_blind_report import draw, of_the_rank, tables
 
 SETTING = Setting("replicas", "convolution", 4, seed=3, decks=1, clean=30, last=30)
 FAULT = Fault("one layer halved", 2, 1, "1.weight", 3, 0.5, 30)
@@ -53,7 +54,7 @@ def test_faults_are_drawn_from_the_seed() -> None:
     assert all(fault.rank != fault.other and FIRST_STEP <= fault.step < 200 for fault in drawn)
     assert {fault.rank for fault in drawn} == {0, 1, 2, 3}
     assert {fault.layer for fault in drawn} == {name for name, _ in made(setting).named_parameters()}
-    assert {fault.bit for fault in drawn} == BITS.keys()
+    assert {fault.bit for fault in drawn} == set(EXPONENT)
 
 
 def test_faults_in_the_data(data: tuple[Tensor, Tensor]) -> None:
