@@ -69,13 +69,21 @@ def _classes(faults: Iterable[Row]) -> str:
 
 
 def _table(first: str, groups: dict[str, list[Row]]) -> list[str]:
-    header = [first, "trainings", "reported", "right rank", "right class", "right layer", "steps", "reported as"]
+    header = [
+        first,
+        "trainings",
+        "reported",
+        "right rank",
+        "right class",
+        "right layer",
+        "steps to the right rank",
+        "reported as",
+    ]
     return table(header, [[name, *_cells(of)] for name, of in groups.items()])
 
 
 def _cells(faults: Sequence[Row]) -> list[str]:
-    steps = [fault["steps"] for fault in faults if fault["steps"] is not None]
-    classes = Counter(fault["events"][0]["fault"] for fault in faults if fault["events"])
+    steps = [fault["steps"] for fault in faults if of_the_rank(fault)]
     return [
         str(len(faults)),
         _share(faults, lambda fault: bool(fault["events"])),
@@ -83,8 +91,13 @@ def _cells(faults: Sequence[Row]) -> list[str]:
         _share(faults, of_the_class),
         _share([fault for fault in faults if _has_layer(fault)], of_the_layer),
         spread(steps, 0) if steps else "–",
-        ", ".join(f"{name} {count}" for name, count in classes.most_common()) or "–",
+        _counts(fault["events"][0] for fault in faults if fault["events"]),
     ]
+
+
+def _counts(events: Iterable[Row]) -> str:
+    classes = Counter(event["fault"] for event in events)
+    return ", ".join(f"{name} {count}" for name, count in classes.most_common()) or "–"
 
 
 def _share(faults: Sequence[Row], holds: Callable[[Row], bool]) -> str:
@@ -95,18 +108,20 @@ def _by_training(rows: Sequence[Row]) -> list[str]:
     body = []
     for (ranks, model, k), of in grouped(rows, "ranks", "model", "k").items():
         trainings = [training for row in of for training in row["trainings"]]
+        alarms = [event for training in trainings for event in training["alarms"]]
         losses = [training["losses"] for training in trainings if "name" not in training]
         body.append(
             [
                 f"{model}, {k} ranks, {RANKS[ranks]}",
                 *_cells([training for training in trainings if "name" in training])[:5],
                 f"{sum(training['clean_steps'] for training in trainings):,}",
-                str(sum(len(training["alarms"]) for training in trainings)),
+                str(len(alarms)),
+                _counts(alarms),
                 f"{spread([first for first, _ in losses], 2)} to {spread([last for _, last in losses], 2)}",
             ]
         )
     header = ["training", "faults", "reported", "right rank", "right class", "right layer"]
-    return table([*header, "clean steps", "false alarms", "loss of the clean training"], body)
+    return table([*header, "clean steps", "false alarms", "as", "loss of the clean training"], body)
 
 
 def _by_size(faults: Iterable[Row]) -> dict[str, list[Row]]:
