@@ -28,6 +28,7 @@ from evidence.meter import CLASSES, digits
 from evidence.ranks_blind_report import draw, tables
 
 BATCH = 8  # of a rank
+SEED = 7919  # another one after a change of the detector that these trainings led to: it has seen them
 FIRST_STEP = 25  # of a fault
 LIMIT = 40  # steps that the watch has to report the fault
 #: What goes wrong, and the class that docs/RANKS.md has for it.
@@ -170,7 +171,7 @@ def settings(size: str) -> list[Setting]:
     cases = [("fsdp2", "convolution", 8, 150, 80), ("fsdp2", "transformer", 4, 150, 80)]
     cases += [("replicas", model, k, 400, 250) for k in (4, 8, 16) for model in ("transformer", "convolution")]
     return [
-        Setting(ranks, model, k, 7919 * (1 + seed) + 31 * place, decks, more * clean, last)
+        Setting(ranks, model, k, SEED * (1 + seed) + 31 * place, decks, more * clean, last)
         for seed in range(seeds)
         for place, (ranks, model, k, clean, last) in enumerate(cases)
     ]
