@@ -217,6 +217,28 @@ class GSNRCallback(TrainerCallback):  # type: ignore[misc]
             self._trainer.log(record)
 
 
+class RankCallback(TrainerCallback):  # type: ignore[misc]
+    """Logs the ranks side by side whenever the Trainer logs its loss, for an optimizer with ``watch``.
+
+    ``trainer.add_callback(RankCallback(trainer))``. ``rank_norm_3``, ``rank_cosine_3`` and ``rank_deviation_3`` are
+    those of rank 3 in the last step (``RankReport.whole``), and ``rank_events`` is the number of events since the last
+    record. The ranks are those that are compared with the one that logs: those of its node. docs/RANKS.md.
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
+        """Log a record of the ranks after the record of the loss."""
+        recorder = find_optimizer(self._trainer.optimizer).recorder
+        if logs is None or "loss" not in logs or recorder is None or recorder.report is None:
+            return
+        record = {"rank_events": float(len(recorder.news()))}
+        for name, values in zip(("norm", "cosine", "deviation"), recorder.report.whole(), strict=True):
+            record |= {f"rank_{name}_{rank}": v for rank, v in zip(recorder.report.ranks, values, strict=True)}
+        self._trainer.log(record)
+
+
 def arguments_of(cls_and_kwargs: tuple[Any, dict[str, Any]] | None) -> dict[str, Any] | None:
     """Return all arguments that the Trainer was given for an optimizer of ours; None if it was given none of ours."""
     factory: Any

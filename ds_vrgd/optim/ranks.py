@@ -140,6 +140,20 @@ class RankReport:
             add_rows_(rows, [(0, rows.shape[1], index, 0)], found)
         return cls.of_sums(step, layers, range(ranks), found)
 
+    def whole(self) -> tuple[list[float], list[float], list[float]]:
+        """Return three numbers of each rank for a curve.
+
+        They are the median over the layers of its norm, over the ranks' median; that of its cosine with the other
+        ranks; and its largest leave-one-out deviation of an element.
+        """
+        usual = _median(self.norms)
+        live = usual[:, 0] > 0.0
+        if not bool(live.any()):
+            nothing = [0.0] * len(self.ranks)
+            return nothing, nothing, nothing
+        relative = (self.norms / usual)[live].median(0).values
+        return relative.tolist(), self.cosines[live].median(0).values.tolist(), self.deviations.amax(0).tolist()
+
 
 @dataclass(frozen=True)
 class RankEvent:
@@ -570,6 +584,7 @@ class RankRecorder:
 
     def __init__(self, optimizer: str, policy: str | Callable[[RankEvent], None] | None) -> None:
         self.report: RankReport | None = None
+        self._news: list[RankEvent] = []
         self._optimizer, self._policy = optimizer, policy
         self._ranks, self._nodes = RankWatch(), RankWatch()
         self._window, self._is_first, self._steps = -1, False, 0
@@ -653,7 +668,13 @@ class RankRecorder:
         ]
         self._act(self._ranks.tell(events))
 
+    def news(self) -> list[RankEvent]:
+        """Return the events since the last call."""
+        news, self._news = self._news, []
+        return news
+
     def _act(self, events: Sequence[RankEvent]) -> None:
+        self._news += events
         if callable(self._policy):
             for event in events:
                 self._policy(event)

@@ -3,7 +3,7 @@
 Every record has "step", the updates done. Of its other names,
 
 - "loss" makes it the record of an update: with "lr", "..._per_second", the peak "memory_gb" of the first rank, and
-  "gsnr" where it was measured (:func:`gsnr_record`);
+  "gsnr" and "ranks" where they were measured (:func:`gsnr_record`, :func:`ranks_record`);
 - "held_out_..." makes it that of an evaluation;
 - "layers" makes it that of the layers at one update: lists of "gsnr" (mean raw ratio), "trace" and "signal" in the
   order of the "layer_names" that were recorded before.
@@ -37,6 +37,7 @@ Record = dict[str, Any]
 _HELD_OUT = "held_out_"
 # Of a whole run, as a picture has columns. BERT-large has 398 layers and 11 kB per record.
 _LAYER_RECORDS = 256
+_OF_RANKS = ("norm", "cosine", "deviation")
 _OF_RATIO = ("mean_ratio", "clamped_low", "clamped_high", "noise_low", "noise_high")
 
 
@@ -80,8 +81,8 @@ class RunLog:
             record: the rest of it; ``record["step"]`` counts the updates done.
             steps: all updates of the run.
         """
-        gsnr = gsnr_record(engine)
-        self.update(record if gsnr is None else {**record, "gsnr": gsnr})
+        measured = {"gsnr": gsnr_record(engine), "ranks": ranks_record(engine)}
+        self.update({**record, **{name: of for name, of in measured.items() if of is not None}})
         self.layers(record["step"], steps, engine)
 
     def update(self, record: Record) -> None:
@@ -90,6 +91,10 @@ class RunLog:
         events = [(f"Train/{name}", record[name]) for name in self._monitored]
         measured = record.get("gsnr", {})
         events += [(f"GSNR/{name}", measured[name]) for name in _OF_RATIO if name in measured]
+        ranks = record.get("ranks", {})
+        for name in _OF_RANKS:
+            pairs = zip(ranks.get("ranks", ()), ranks.get(name, ()), strict=True)
+            events += [(f"Ranks/{name}_{rank}", value) for rank, value in pairs]
         if "noise_trace" in measured:
             count_noise(self._noise, record)
             scale = {**asdict(noise_scale_of(self._noise)), "batch": measured["batch"]}
@@ -194,6 +199,21 @@ def gsnr_record(engine: Any) -> Record | None:
         return record
     trace, signal = torch.stack([noise.trace.sum(), noise.signal.sum()]).tolist()
     return record | {"noise_trace": trace, "noise_signal": signal}
+
+
+def ranks_record(engine: Any) -> Record | None:
+    """Return the ranks side by side at the last update, in three digits; None where nobody watches them.
+
+    ``ranks``, their ``norm``, ``cosine`` and ``deviation`` (:meth:`ds_vrgd.RankReport.whole`), and the new ``events`` in
+    words, where there are any.
+    """
+    recorder = getattr(getattr(engine, "basic_optimizer", None), "recorder", None)
+    if recorder is None or recorder.report is None:
+        return None
+    columns = zip(_OF_RANKS, recorder.report.whole(), strict=True)
+    rounded = {name: [float(f"{value:.3g}") for value in column] for name, column in columns}
+    record = {"ranks": list(recorder.report.ranks), **rounded}
+    return record | ({"events": [str(event) for event in news]} if (news := recorder.news()) else {})
 
 
 def layers_record(engine: Any) -> Record | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -32,6 +33,13 @@ _SPEED = "_per_second"
 # Columns of pixels, more or less.
 _MOST_POINTS = 500
 _MOST_LABELS = 40
+_MOST_RANKS = 8
+#: Numbers of each rank, and what they are.
+_OF_RANKS = {
+    "norm": "norm of each rank's gradient, over their median",
+    "cosine": "cosine of each rank's gradient with the others'",
+    "deviation": "largest deviation of one element (s.d. of the others)",
+}
 
 _Panel = Callable[[Any, History], None]
 
@@ -55,6 +63,8 @@ def plot(output: Path, picture: Path | None = None) -> list[Path]:
     panels: list[_Panel] = [_losses, _speed, _rate]
     if history.measured:
         panels += [_noise, _clamped, _ratio]
+    if any("ranks" in row for row in history.updates):
+        panels += [functools.partial(_ranks, name=name) for name in _OF_RANKS]
     rows = len(panels) // 3
     with _drawing(picture, (13, 3.4 * rows + 0.4), rows, 3) as (figure, axes):
         figure.suptitle(_title(output, history))
@@ -226,6 +236,22 @@ def _ratio(axis: Any, history: History) -> None:
     _line(axis, _of_gsnr(history), "mean_ratio")
     axis.set_yscale("log")  # spans orders of magnitude
     axis.set_title("mean raw GSNR")
+
+
+def _ranks(axis: Any, history: History, name: str) -> None:
+    """Draw a number of every rank, and mark the updates at which one was named."""
+    rows = [row for row in history.updates if "ranks" in row]
+    columns = {rank: place for place, rank in enumerate(rows[-1]["ranks"]["ranks"])}
+    for rank, place in columns.items():
+        values = [{"step": row["step"], name: row["ranks"][name][place]} for row in rows
+                  if len(row["ranks"][name]) > place]  # fmt: skip
+        _line(axis, values, name, color=COLOURS[place % len(COLOURS)], linewidth=0.8, label=f"rank {rank}")
+    for row in rows:
+        if "events" in row["ranks"]:
+            axis.axvline(row["step"], color="red", linewidth=0.8, linestyle=":")
+    axis.set_title(_OF_RANKS[name])
+    if len(columns) <= _MOST_RANKS:
+        axis.legend(fontsize=7)
 
 
 def _of_gsnr(history: History) -> list[Record]:

@@ -12,7 +12,7 @@ import torch
 
 import ds_vrgd
 from ds_vrgd_recipes.run.errors import InputError
-from ds_vrgd_recipes.run.log import RunLog, gsnr_record, layers_record, read_log
+from ds_vrgd_recipes.run.log import RunLog, gsnr_record, layers_record, ranks_record, read_log
 
 MONITORED = ("loss", "lr")
 
@@ -116,6 +116,33 @@ class Engine:
 
     def train_batch_size(self) -> int:
         return 8
+
+
+def test_ranks_are_recorded_where_they_are_watched(tmp_path: Path) -> None:
+    generator = torch.Generator().manual_seed(3)
+    gradients = [{"a": torch.randn(50, generator=generator)} for _ in range(4)]
+    gradients[2] = gradients[1]
+    optimizer = ds_vrgd.LAMB([torch.nn.Parameter(torch.ones(2))], watch="log")
+    engine = SimpleNamespace(basic_optimizer=optimizer, optimizer=optimizer)
+    assert ranks_record(engine) is None  # before the first step
+    assert optimizer.recorder is not None
+    optimizer.recorder.report = ds_vrgd.RankReport.of_gradients(gradients)
+    optimizer.recorder._act(ds_vrgd.RankWatch().update(optimizer.recorder.report))
+    monitor = Monitor()
+    log = RunLog(tmp_path, 0, monitor, MONITORED)
+    for step in (1, 2):
+        log.made({"step": step, "loss": 1.0, "lr": 0.1}, engine, 2)
+    first, second = read_log(tmp_path)
+    norms = torch.stack([of["a"].norm() for of in gradients])
+    usual = norms.sort().values[1:3].mean()
+    assert first["ranks"]["norm"] == pytest.approx((norms / usual).tolist(), rel=5e-3)
+    assert first["ranks"]["ranks"] == [0, 1, 2, 3]
+    (told,) = first["ranks"]["events"]
+    assert "rank 1: identical" in told
+    assert "events" not in second["ranks"]  # told once
+    assert ("Ranks/norm_3", first["ranks"]["norm"][3], 1) in monitor.events
+    unwatched = ds_vrgd.LAMB([torch.nn.Parameter(torch.ones(2))])
+    assert ranks_record(SimpleNamespace(basic_optimizer=unwatched, optimizer=unwatched)) is None
 
 
 @pytest.mark.filterwarnings("ignore:.*estimates the GSNR from only k:UserWarning")

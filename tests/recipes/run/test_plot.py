@@ -21,6 +21,27 @@ def without_gsnr(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{name: value for name, value in record.items() if name != "gsnr"} for record in records]
 
 
+def with_ranks(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    numbers: dict[str, Any] = {name: [1.0, 0.9, 1.1, 0.5] for name in ("norm", "cosine", "deviation")}
+    told = {"ranks": [0, 1, 2, 3], **numbers, "events": ["step 7, rank 3: scaled"]}
+    return [{**record, "ranks": told} for record in records]
+
+
+def test_watched_ranks_have_panels_with_the_events(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from matplotlib.figure import Figure
+
+    drawn: list[Figure] = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *args, **kw: drawn.append(figure))
+    plot(write(tmp_path, *with_ranks(without_gsnr(updates(10, 500.0)))))
+    *_, norms, cosines, elements = drawn[0].axes
+    assert norms.get_title().startswith("norm of each rank")
+    assert cosines.get_title().startswith("cosine of each rank")
+    assert elements.get_title().startswith("largest deviation of one element")
+    assert [text.get_text() for text in norms.get_legend().get_texts()] == [f"rank {rank}" for rank in range(4)]
+    assert list(norms.lines[3].get_ydata()) == [0.5] * 10  # type: ignore[arg-type]
+    assert len(norms.lines) == 4 + 10  # the ranks, and an event in each update
+
+
 @pytest.mark.parametrize(
     ("records", "panels"),
     [
