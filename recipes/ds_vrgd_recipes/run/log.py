@@ -204,8 +204,8 @@ def gsnr_record(engine: Any) -> Record | None:
 def ranks_record(engine: Any) -> Record | None:
     """Return the ranks side by side at the last update, in three digits; None where nobody watches them.
 
-    ``ranks``, their ``norm``, ``cosine`` and ``deviation`` (:meth:`ds_vrgd.RankReport.whole`), and the new ``events`` in
-    words, where there are any.
+    ``ranks``, their ``norm``, ``cosine`` and ``deviation`` (:meth:`ds_vrgd.RankReport.whole`); the new
+    ``events``, in words, where there are some.
     """
     recorder = getattr(getattr(engine, "basic_optimizer", None), "recorder", None)
     if recorder is None or recorder.report is None:

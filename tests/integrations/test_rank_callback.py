@@ -1,0 +1,44 @@
+"""The callback that logs the ranks side by side."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import ds_vrgd
+
+hf = pytest.importorskip("ds_vrgd.hf")
+
+
+def test_ranks_are_logged_after_the_loss_with_the_number_of_events() -> None:
+    optimizer = ds_vrgd.LAMB([torch.nn.Parameter(torch.ones(2))], watch=lambda event: None)
+    logged: list[dict[str, Any]] = []
+    callback = hf.RankCallback(SimpleNamespace(optimizer=optimizer, log=logged.append))
+    callback.on_log(None, None, None, logs={"loss": 1.0})
+    assert logged == []  # before the first step
+    generator = torch.Generator().manual_seed(0)
+    gradients = [{"w": torch.randn(40, generator=generator)} for _ in range(4)]
+    gradients[3] = gradients[0]
+    assert optimizer.recorder is not None
+    optimizer.recorder.report = ds_vrgd.RankReport.of_gradients(gradients)
+    optimizer.recorder._act(ds_vrgd.RankWatch().update(optimizer.recorder.report))
+    callback.on_log(None, None, None, logs={"learning_rate": 0.1})
+    assert logged == []
+    for _ in range(2):
+        callback.on_log(None, None, None, logs={"loss": 1.0})
+    first, second = logged
+    assert (first["rank_events"], second["rank_events"]) == (1.0, 0.0)
+    norms = torch.stack([of["w"].norm() for of in gradients])
+    assert first["rank_norm_1"] == pytest.approx(float(norms[1] / norms.sort().values[1:3].mean()), rel=1e-5)
+    assert {f"rank_{name}_{rank}" for name in ("norm", "cosine", "deviation") for rank in range(4)} < set(first)
+
+
+def test_an_optimizer_without_a_watch_logs_nothing() -> None:
+    optimizer = ds_vrgd.LAMB([torch.nn.Parameter(torch.ones(2))])
+    logged: list[dict[str, Any]] = []
+    callback = hf.RankCallback(SimpleNamespace(optimizer=optimizer, log=logged.append))
+    callback.on_log(None, None, None, logs={"loss": 1.0})
+    assert logged == []
