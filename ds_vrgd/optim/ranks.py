@@ -482,7 +482,9 @@ class RankWatch:
             return event("zero", "its gradient is zero in every layer")
         new_zero = zero & ~self._has_been_zero & (self._compared > WARMUP)
         bad = (norm[:-1] != 0) | (cosine[:-1] != 0) | single | new_zero
-        many = float(bad.sum()) > max(2.0, 0.25 * float(live.sum()))
+        # A fault of many layers shows in one of them first.
+        leans = bad | (z_norm[:-1].abs() > _FAR) | (z_cosine[:-1] < -_FAR)
+        many = float((leans & live).sum()) > max(1.0, 0.25 * float(live.sum()))
         lean_norm = norm[-1] != 0 or abs(float(z_norm[-1])) > _FAR or likely_norm > _LIKELY
         lean_cosine = cosine[-1] != 0 or likely_cosine > _LIKELY
         # What is sudden shows in this step; what lasts, in the mean over the last ones.
