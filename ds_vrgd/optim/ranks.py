@@ -484,7 +484,10 @@ class RankWatch:
         bad = (norm[:-1] != 0) | (cosine[:-1] != 0) | single | new_zero
         # A fault of many layers shows in one of them first.
         leans = bad | (z_norm[:-1].abs() > _FAR) | (z_cosine[:-1] < -_FAR)
-        many = float((leans & live).sum()) > max(1.0, 0.25 * float(live.sum()))
+        many = float((leans & live).sum()) > max(2.0, 0.25 * float(live.sum()))
+        rows = bad.nonzero()[:, 0].tolist()
+        if rows and bool(zero[rows].all()):
+            return event("zero", "its gradient is zero there", rows)
         lean_norm = norm[-1] != 0 or abs(float(z_norm[-1])) > _FAR or likely_norm > _LIKELY
         lean_cosine = cosine[-1] != 0 or likely_cosine > _LIKELY
         # What is sudden shows in this step; what lasts, in the mean over the last ones.
@@ -498,7 +501,6 @@ class RankWatch:
             alone = not bool(bad.any() or norm[-1] or cosine[-1]) and max(likely_norm, likely_cosine) < _LIKELY
             if bool(again.any()) and alone:
                 return event("drifted", "its deviations keep one direction: other weights, or data of its own")
-        rows = bad.nonzero()[:, 0].tolist()
         if (
             bool(norm[-1] or cosine[-1] or again.any())
             or many
@@ -519,8 +521,6 @@ class RankWatch:
             return None
         rows.sort(key=lambda row: -float(z_norm[row].abs() + z_cosine[row].abs()))
         row = rows[0]
-        if bool(zero[row]):
-            return event("zero", "its gradient is zero there", [row for row in rows if zero[row]])
         if bool(single[row]):
             place, part = int(report.largest[row, column]), float(report.shares[row, column])
             where = f"element {place} has {part:.0%} of the squared distance from the mean"
