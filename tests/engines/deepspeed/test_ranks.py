@@ -174,7 +174,8 @@ def test_a_faulty_rank_is_named(runs: list[dict[str, Any]], fault: str) -> None:
 def test_a_rank_with_other_weights_is_named(runs: list[dict[str, Any]]) -> None:
     steps, rank, fault, *_ = runs[0]["weights"][0]
     assert rank == FAULTY, runs[0]["weights"]
-    assert fault in ("wrong", "drifted"), runs[0]["weights"]
+    # Where it is told within a few steps, it is by the layer that stands out first.
+    assert fault in ("wrong", "drifted", "scaled"), runs[0]["weights"]
     assert 1 <= steps <= AFTER
 
 
