@@ -180,7 +180,7 @@ class Comparison:
         self.across: Comparison | None = None
         self._sums: Tensor | None = None
         self._peak: Tensor | None = None
-        self._is_clear = True
+        self._is_clear, self._by_kernel = True, False
 
     def _open(self, device: torch.device) -> RankSums:
         """Return the sums, zero where a window begins."""
@@ -188,6 +188,7 @@ class Comparison:
             layers, ranks = len(self.names), len(self.ranks)
             self._sums = torch.zeros(layers, columns_of(ranks), dtype=SUM_DTYPE, device=device)
             self._peak = torch.zeros(layers, 2, ranks, dtype=torch.long, device=device)
+            self._by_kernel = kernels.usable(torch.empty(0, dtype=torch.float32, device=device))
         elif self._is_clear:
             self._sums.zero_()
             self._peak.zero_()
@@ -211,7 +212,7 @@ class Comparison:
             part: which columns belong to which layer.
         """
         found = self._open(rows.device)
-        if rows.dtype in (torch.float32, torch.bfloat16, torch.float16) and kernels.usable(rows.new_empty(0).float()):
+        if self._by_kernel and rows.dtype != torch.float64:
             from ds_vrgd.kernels.compare import compare_rows
 
             assert self._sums is not None

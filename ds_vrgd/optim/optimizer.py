@@ -297,6 +297,7 @@ class VROptimizer(Rule, torch.optim.Optimizer):
             self.observer.require_whole_layers(type(self).__name__, self._summing(self.param_groups))
             checks.require_off(type(self).__name__, self._off)
             if self.recorder is not None:
+                self.observer.agree(self)  # before ranks that do not watch would be waited for
                 self.recorder.take(self.observer)
             is_bad = self._verdict(shards)
             work = ([], []) if is_bad is True else self._prepared(shards)
