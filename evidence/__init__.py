@@ -1,4 +1,4 @@
-"""The paper's claims, tested: experiments that resume where they stopped, and their tables in docs/MEASUREMENTS.md."""
+"""The paper's claims, tested: experiments that resume where they stopped, and their tables in the documentation."""
 
 #: Modules of this package, each with an ``EXPERIMENT``, in the order in which they run.
 NAMES: tuple[str, ...] = (

@@ -1,4 +1,4 @@
-"""Tables and figures of the experiments: between the markers of docs/MEASUREMENTS.md, and in docs/figures."""
+"""Tables and figures of the experiments: between the markers of a page of docs, and in docs/figures."""
 
 from __future__ import annotations
 

@@ -41,7 +41,9 @@ _SUDDEN_ELEMENT, _SUDDEN_SHARE, _TOGETHER = 20.0, 14.0, 8.0
 # So many steps in a row beyond that furthest value are sudden, too; values less far out than _FAR are never.
 _STREAK, _FAR = 4, 4.0
 # An element stands out where its share does, and the norm of its layer is this far out; both that far beyond before.
-_LOUD, _BOTH = 8.0, 1.25
+_LOUD, _BOTH = 12.0, 1.25
+# The share of an element explains a norm that is raised by no more than what it adds, within this part.
+_EXPLAINS = 0.9
 # The least median deviation: a value that all ranks share in every step has none.
 _LEAST = 0.01
 # Rate of the running median deviation, and by which the furthest value so far is forgotten, per step.
@@ -322,7 +324,8 @@ class RankWatch:
         )
         self._series = _Series(sides, among, limits, ranks)
         pairs = ranks * (ranks - 1) // 2
-        self._pairs = _Series(torch.tensor([small]), torch.tensor([1]), torch.tensor([_SUDDEN]), pairs)
+        # Two batches may have a rare sample alike, once: a pair is told where it lasts.
+        self._pairs = _Series(torch.tensor([small]), torch.tensor([1]), torch.tensor([math.inf]), pairs)
         self._means = torch.zeros(2, layers + 1, ranks, dtype=torch.double)
         self._again = torch.zeros(ranks, dtype=torch.double)
         self._has_been_zero = torch.zeros(layers, dtype=torch.bool)
@@ -440,7 +443,8 @@ class RankWatch:
         loud = z[:layers] > floors[:layers].clamp(min=_LOUD)
         share = (z[elements] > floors[elements])[layers:]
         together = (z[elements] > _TOGETHER).view(2, layers, -1).all(0) & (report.elements == report.largest)
-        explains = report.shares > 0.5 * (1.0 - (-2.0 * self._series.away[:layers]).exp())
+        # What a single element adds to a usual norm is its share.
+        explains = report.shares > _EXPLAINS * (1.0 - (-2.0 * self._series.away[:layers]).exp())
         return flags[elements].view(2, layers, -1).any(0) | together | (loud & share & explains)
 
     def _directions(self, report: RankReport, live: Tensor) -> Tensor:

@@ -240,7 +240,7 @@ def test_an_unknown_name_is_named(toy: Toy, capsys: pytest.CaptureFixture[str]) 
 
 @pytest.mark.parametrize("name", evidence.NAMES)
 def test_every_experiment_has_settings_of_both_sizes_and_a_place_on_the_page(name: str) -> None:
-    page = (Path(__file__).parents[2] / "docs" / "MEASUREMENTS.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / load(name).page).read_text()
     assert f"<!-- evidence {name}: begin -->" in page
     for size in ("small", "full"):
         settings = load(name).settings(size)
