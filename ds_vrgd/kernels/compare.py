@@ -24,10 +24,16 @@ _COLUMNS = tl.constexpr(COLUMNS)
 
 
 @triton.jit
+def _with(values, value):
+    """Return a tuple with one more value: a number of each rank, which a thread keeps in registers of its own."""
+    return values + (value,)  # noqa: RUF005, a kernel cannot unpack
+
+
+@triton.jit
 def _repeated(value, times: tl.constexpr):
     found = ()
     for _ in tl.static_range(times):
-        found = found + (value,)
+        found = _with(found, value)
     return found
 
 
@@ -61,22 +67,23 @@ def _compare(
         mask = (inside >= low) & (inside < high)
         values, mean, new_bad, new_squares = (), zero, (), ()
         for rank in tl.static_range(ranks):
-            value = tl.load(rows + rank * row_stride + start + inside, mask, other=0.0).to(tl.float32)
+            at = rows + tl.cast(rank, tl.int64) * row_stride + start + inside
+            value = tl.load(at, mask, other=0.0).to(tl.float32)
             is_bad = (tl.abs(value) <= largest) == 0  # also where it is no number
             value = tl.where(is_bad, 0.0, value)
-            new_bad = new_bad + (bad[rank] + is_bad.to(tl.float32),)
-            new_squares = new_squares + (squares[rank] + value * value,)
-            values, mean = values + (value,), mean + value
+            new_bad = _with(new_bad, bad[rank] + is_bad.to(tl.float32))
+            new_squares = _with(new_squares, squares[rank] + value * value)
+            values, mean = _with(values, value), mean + value
         bad, squares, mean = new_bad, new_squares, mean / ranks
         joined, everybody = (), zero
         for rank in tl.static_range(ranks):
             deviation = values[rank] - mean
-            joined, everybody = joined + (deviation,), everybody + deviation * deviation
-        joined = joined + (mean,)
+            joined, everybody = _with(joined, deviation), everybody + deviation * deviation
+        joined = _with(joined, mean)
         new_products = ()
         for row in tl.static_range(ranks + 1):
             for other in tl.static_range(row + 1):
-                new_products = new_products + (products[row * (row + 1) // 2 + other] + joined[row] * joined[other],)
+                new_products = _with(new_products, products[row * (row + 1) // 2 + other] + joined[row] * joined[other])
         products = new_products
         hashed = ((index + inside) >> 4).to(tl.uint32)
         hashed = (hashed ^ (hashed >> 16)) * 0x7FEB352D
@@ -85,14 +92,14 @@ def _compare(
         scale = tl.where(everybody > 0.0, (ranks / (ranks - 1.0)) / everybody, 0.0)
         new_signed, new_top, new_top_at, new_far, new_far_at = (), (), (), (), ()
         for rank in tl.static_range(ranks):
-            new_signed = new_signed + (signed[rank] + tl.where(negative, -joined[rank], joined[rank]),)
+            new_signed = _with(new_signed, signed[rank] + tl.where(negative, -joined[rank], joined[rank]))
             square = joined[rank] * joined[rank]
-            new_top_at = new_top_at + (tl.where(square > top[rank], inside, top_at[rank]),)
-            new_top = new_top + (tl.maximum(square, top[rank]),)
+            new_top_at = _with(new_top_at, tl.where(square > top[rank], inside, top_at[rank]))
+            new_top = _with(new_top, tl.maximum(square, top[rank]))
             if ranks > 2:
                 share = square * scale
-                new_far_at = new_far_at + (tl.where(share > far[rank], inside, far_at[rank]),)
-                new_far = new_far + (tl.maximum(share, far[rank]),)
+                new_far_at = _with(new_far_at, tl.where(share > far[rank], inside, far_at[rank]))
+                new_far = _with(new_far, tl.maximum(share, far[rank]))
         signed, top, top_at = new_signed, new_top, new_top_at
         if ranks > 2:
             far, far_at = new_far, new_far_at
