@@ -54,6 +54,8 @@ _LEAST_NORM, _ZERO = 1e-2, 1e-5
 _FACTOR = 2.0
 # Two gradients whose squared distance is less than this share of that of their distances from the mean are the same.
 _SAME = 1e-3
+# The part of the layers in which the norm is off where the whole gradient is.
+_MOST_LAYERS = 0.6
 # Evidence that is on its way to its bound, by this part of it; the cosine with the last step's of the same batch.
 _LIKELY, _REPEATED = 0.3, 0.5
 # Decay of the running mean of a rank's deviations; rate of the running means that a fault is described by.
@@ -486,13 +488,12 @@ class RankWatch:
             return event("zero", "its gradient is zero in every layer")
         new_zero = zero & ~self._has_been_zero & (self._compared > WARMUP)
         bad = (norm[:-1] != 0) | (cosine[:-1] != 0) | single | new_zero
-        # A fault of many layers shows in one of them first.
-        leans = bad | (z_norm[:-1].abs() > _FAR) | (z_cosine[:-1] < -_FAR)
-        many = float((leans & live).sum()) > max(2.0, 0.25 * float(live.sum()))
+        # A fault of all layers shows in one of them first, and in the mean over the steps in most.
+        usual_norm = series.usual[:layers].clamp(min=_LEAST)
+        widespread = float((mean_norm[:-1].abs() > usual_norm)[live].double().mean()) >= _MOST_LAYERS
         rows = bad.nonzero()[:, 0].tolist()
         if rows and bool(zero[rows].all()):
             return event("zero", "its gradient is zero there", rows)
-        lean_norm = norm[-1] != 0 or abs(float(z_norm[-1])) > _FAR or likely_norm > _LIKELY
         lean_cosine = cosine[-1] != 0 or likely_cosine > _LIKELY
         # What is sudden shows in this step; what lasts, in the mean over the last ones.
         value = float(series.away[-2, column] if series.z[-2, column] > _FAR else self._again[column])
@@ -505,11 +506,7 @@ class RankWatch:
             alone = not bool(bad.any() or norm[-1] or cosine[-1]) and max(likely_norm, likely_cosine) < _LIKELY
             if bool(again.any()) and alone:
                 return event("drifted", "its deviations keep one direction: other weights, or data of its own")
-        if (
-            bool(norm[-1] or cosine[-1] or again.any())
-            or many
-            or (rows and not bool(single.any()) and (lean_norm or lean_cosine))
-        ):
+        if bool(norm[-1] or cosine[-1] or again.any()) or (rows and not bool(single.any()) and widespread):
             usual, factor = float(others[-1]), float(mean_norm[-1].exp())
             turned = float(report.cosines[live, column].median() if z_cosine[-1] < -_FAR else mean_cosine[-1])
             if lean_cosine and turned < min(-0.5 * usual, 0.0) and norm[-1] == 0 and likely_norm < _LIKELY:
