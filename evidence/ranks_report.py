@@ -18,8 +18,11 @@ def tables(rows: Sequence[Row]) -> list[str]:
     """Return the false alarms, and for every fault what was told of it on how many ranks."""
     clean = [row for row in rows if row["kind"] == "clean"]
     lines = table(
-        ("training", "ranks", "steps without a fault", "false alarms"),
-        [(row["training"], str(row["ranks"]), f"{row['steps']:,}", str(len(row["alarms"]))) for row in clean],
+        ("training", "ranks", "seed", "steps without a fault", "false alarms"),
+        [
+            (row["training"], *(f"{row[name]:,}" for name in ("ranks", "seed", "steps")), str(len(row["alarms"])))
+            for row in clean
+        ],
     )
     faulty = [row for row in rows if row["kind"] == "faults"]
     ranks = sorted({row["ranks"] for row in faulty})

@@ -37,7 +37,7 @@ def test_rows_and_their_tables(training: str) -> None:
         if fault != "drift 1":
             assert (of["steps"], of["rank"], of["kind"], of["layer"]) == (1, True, True, True), (fault, where, of)
     lines = "\n".join(tables(rows))
-    assert f"| {training} | 4 | 3 | 0 |" in lines
+    assert f"| {training} | 4 | 3 | 3 | 0 |" in lines
     assert f"| {training} | same | the whole | 1/1, 1, 1; 1 |" in lines
     assert f"| {training} | drift 1 | the whole | 0/1 |" in lines
     figure = Figure()
