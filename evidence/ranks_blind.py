@@ -28,7 +28,7 @@ from evidence.meter import CLASSES, digits
 from evidence.ranks_blind_report import draw, tables
 
 BATCH = 8  # of a rank
-SEED = 7919  # another one after a change of the detector that these trainings led to: it has seen them
+SEED = 104729  # another one after a change of the detector that these trainings led to: it has seen them
 FIRST_STEP = 25  # of a fault
 LIMIT = 40  # steps that the watch has to report the fault
 #: What goes wrong, and the class that docs/RANKS.md has for it.

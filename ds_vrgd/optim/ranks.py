@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ds_vrgd.moments.compare import Comparison, RankSums, add_rows_, columns_of, views
+from ds_vrgd.moments.compare import LEAST_SHARE, Comparison, RankSums, add_rows_, columns_of, views
 from ds_vrgd.moments.layout import SUM_DTYPE
 from ds_vrgd.optim import world
 from ds_vrgd.optim.observer import BadGradient, Observer
@@ -49,7 +49,7 @@ _LEAST = 0.01
 # Rate of the running median deviation, and by which the furthest value so far is forgotten, per step.
 _RATE, _FORGET = 0.05, 1.0 / 400.0
 # A squared norm counts as at least this share of the ranks' median, and as zero below that one.
-_LEAST_NORM, _ZERO = 1e-2, 1e-5
+_LEAST_NORM, _ZERO = 1e-2, 1e-20
 # A norm has a factor where it is this many robust standard deviations out in the mean over the steps.
 _FACTOR = 2.0
 # Two gradients whose squared distance is less than this share of that of their distances from the mean are the same.
@@ -292,8 +292,8 @@ class RankWatch:
 
     It takes the data of the ranks to be drawn alike. NaN and identical gradients are told at once; what is far beyond
     everything before, in the first to the fourth step, after the first 20; what is a little off in every step, after
-    ten to thirty. With fewer than four ranks only NaN and identical gradients are told. Of a rank that was named,
-    nothing is told for 100 steps but a fault that needs no statistics.
+    ten to thirty, a sign in up to a hundred. With fewer than four ranks only NaN and identical gradients are told. Of a
+    rank that was named, nothing is told for 100 steps but a fault that needs no statistics.
 
     Attributes:
         events: all events so far.
@@ -387,7 +387,9 @@ class RankWatch:
         size = report.norms.square()
         size = size[:, :, None] + size[:, None, :]
         live = size > 0.0
-        same = (report.gaps.square() <= torch.maximum(_SAME * spread, 1e-10 * size)) & live
+        # Beside a far larger gradient all small ones are equally far from the mean; and where the noise is small, all
+        # gradients are near each other.
+        same = (report.gaps.square() <= torch.maximum(_SAME * torch.minimum(spread, size), 1e-10 * size)) & live
         alike = (same.sum(0) >= 0.9 * live.sum(0)) & (live.sum(0) > 0)
         found, seen = [], set[int]()
         for first in range(k):
@@ -408,7 +410,11 @@ class RankWatch:
         live = usual[:, 0] > 0.0
         norms = 0.5 * (square / usual.clamp(min=_TINY) + _LEAST_NORM).log()
         cosines = report.cosines.clamp(-_MOST, _MOST).atanh()  # whose spread depends less on their size
-        values = torch.stack([norms, cosines, (report.deviations + 1e-6).log(), (report.shares + 1e-9).log()])
+        # Where the others have no spread, as after a dead unit, a small element seems far out.
+        most = 0.5 * math.sqrt((len(report.ranks) - 2) / LEAST_SHARE)
+        measured = (report.deviations < most) | (report.elements == report.largest)
+        deviations = torch.where(measured, report.deviations, 0.0)
+        values = torch.stack([norms, cosines, (deviations + 1e-6).log(), (report.shares + 1e-9).log()])
         values = torch.where(live[:, None], values, 0.0)
         whole = (values[:2] - _median(values[:2].flatten(0, 1)).view(2, layers, 1))[:, live]
         whole = whole.median(1, keepdim=True).values if whole.shape[1] else values.new_zeros(2, 1, len(report.ranks))
