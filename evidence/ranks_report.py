@@ -38,9 +38,7 @@ def tables(rows: Sequence[Row]) -> list[str]:
             ))  # fmt: skip
     return [
         *lines,
-        "",
         *table(("training", "fault", "elements", *[f"{k} ranks" for k in ranks]), body),
-        "",
         f"Seeds: {len({row['seed'] for row in faulty})}. A cell: told of how many, of these the right rank, the right "
         "kind; steps until told, median. Before the faults there were "
         f"{sum(row['steps'] for row in faulty):,} steps without one, and "
