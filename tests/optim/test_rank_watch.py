@@ -152,6 +152,24 @@ def test_a_single_element_is_named_with_its_place() -> None:
     assert f"element {7 * 20 + 11} " in events[0].detail
 
 
+def test_quiet_ranks_beside_a_loud_one_are_neither_identical_nor_zero() -> None:
+    def loud(gradients: Gradients, step: int) -> None:
+        for rank, factor in ((0, 100.0), (2, 1e-4), (5, 1e-4)):
+            gradients[rank] = {name: factor * gradient for name, gradient in gradients[rank].items()}
+
+    _, events = followed(1, loud)
+    assert {event.fault for event in events} & {"identical", "zero"} == set()
+
+
+def test_a_small_element_where_the_others_have_none_is_no_fault() -> None:
+    def dead(gradients: Gradients, step: int) -> None:
+        for rank, of_rank in enumerate(gradients):
+            of_rank["weight"][:, 3] = 1e-5 if rank == 4 else 0.0
+
+    _, events = followed(1, dead)
+    assert events == []
+
+
 def test_a_fault_is_told_once_in_a_while_and_the_others_are_left_alone() -> None:
     _, events = followed(2 * QUIET + 40, scaled(0.4, "weight"))
     assert "weight" in events[0].layers
