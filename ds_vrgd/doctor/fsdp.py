@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -34,7 +34,12 @@ def examine_fsdp(optimizer: str, named: str | None, steps: int) -> Outcome:
 
     The optimizer, given by its class's name, has default arguments. For ``named`` see :func:`load_model`.
     """
-    outcomes = [_examine(optimizer, dtype, named, steps) for dtype in ("float32", "bfloat16")]
+    return in_both_dtypes(_examine, optimizer, named, steps)
+
+
+def in_both_dtypes(examine: Callable[[str, str, str | None, int], Outcome], optimizer: str, *given: Any) -> Outcome:
+    """Return what an examination finds in fp32 and in bf16, and the worse status."""
+    outcomes = [examine(optimizer, dtype, *given) for dtype in ("float32", "bfloat16")]
     return Outcome([row for outcome in outcomes for row in outcome.rows], max(outcome.status for outcome in outcomes))
 
 

@@ -14,7 +14,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from ds_vrgd.doctor.chunks import chunk_gradients, loss_of
-from ds_vrgd.doctor.fsdp import MICRO_BATCHES, RATE, SAMPLES, compare
+from ds_vrgd.doctor.fsdp import MICRO_BATCHES, RATE, SAMPLES, compare, in_both_dtypes
 from ds_vrgd.doctor.model import load_model, on_device
 from ds_vrgd.doctor.reference import DenseOptimizer
 from ds_vrgd.doctor.report import REFUSED, Outcome
@@ -31,8 +31,7 @@ def examine_megatron(optimizer: str, named: str | None, steps: int) -> Outcome:
     """
     if not parallel_state.model_parallel_is_initialized():
         parallel_state.initialize_model_parallel()
-    outcomes = [_examine(optimizer, dtype, named, steps) for dtype in ("float32", "bfloat16")]
-    return Outcome([row for outcome in outcomes for row in outcome.rows], max(outcome.status for outcome in outcomes))
+    return in_both_dtypes(_examine, optimizer, named, steps)
 
 
 def _examine(optimizer: str, dtype: str, named: str | None, steps: int) -> Outcome:
