@@ -16,7 +16,7 @@ import evidence
 from benchmarks.pages import table
 from evidence import experiment
 from evidence.__main__ import main
-from evidence.experiment import Experiment, Row, Rows, called_for, load, sweep
+from evidence.experiment import SIZES, Experiment, Row, Rows, called_for, load, sweep
 from evidence.report import grouped, report, spread
 
 ROOT = Path(__file__).parents[2]
@@ -135,8 +135,8 @@ def test_several_workers_measure_the_same(monkeypatch: pytest.MonkeyPatch, tmp_p
 @pytest.mark.parametrize("path", sorted((ROOT / "evidence/rows").glob("*.json")), ids=lambda path: path.stem)
 def test_the_rows_that_are_kept_are_those_of_settings(path: Path) -> None:
     """A sweep goes on with them: none would be measured again because a field has changed."""
-    rows = Rows(path)
-    found = rows.of("full", called_for(load(path.stem), "full", rows))
+    rows, experiment = Rows(path), load(path.stem)
+    found = [row for size in SIZES for row in rows.of(size, called_for(experiment, size, rows))]
     assert len(found) == len(json.loads(path.read_text())["rows"]) > 0
 
 
