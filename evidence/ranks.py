@@ -304,13 +304,16 @@ def _faults() -> Iterator[tuple[str, str | None]]:
 
 def settings(size: str) -> list[Setting]:
     """Return all settings of a size: the clean trainings first."""
-    seeds = range(200, 210 if size == FULL else 203)
-    of_ranks = (8, 4, 16)[: 3 if size == FULL else 1]
+    if size != FULL:
+        return [Setting("faults", "perceptron", 4, 200)]
     clean = [
-        Setting("clean", training, ranks, seed) for seed in (100, 300) for ranks in of_ranks for training in TRAININGS
+        Setting("clean", training, ranks, seed) for seed in (100, 300) for ranks in (8, 4, 16) for training in TRAININGS
     ]
     return clean + [
-        Setting("faults", training, ranks, seed) for seed in seeds for ranks in RANKS for training in TRAININGS
+        Setting("faults", training, ranks, seed)
+        for seed in range(200, 210)
+        for ranks in RANKS
+        for training in TRAININGS
     ]
 
 
