@@ -1,7 +1,7 @@
 """Does the watch name the rank? Faults are put into trainings, one rank at a time, and beside them trainings without.
 
 The ranks of a training are the chunks of one process, whose gradients go through the same comparison and the same
-``ds_vrgd.RankWatch`` as those of an engine (:meth:`ds_vrgd.RankReport.of_gradients`). What is told was decided on the
+``ds_vrgd.RankWatch`` as those of an engine (:meth:`ds_vrgd.RankReport.of_gradients`). The thresholds were set on the
 perceptron, with seeds below 100, and on the clean language model with seed 100, which had two false alarms; how a fault
 is named, on both trainings with seed 100. The rows of faults, and the clean ones of seed 300, are of other seeds.
 """

@@ -1,4 +1,4 @@
-"""What the rows of the injected faults say: the tables of docs/RANKS.md, and a figure."""
+"""The tables of docs/RANKS.md, and a figure, from the rows of the injected faults."""
 
 from __future__ import annotations
 

@@ -124,7 +124,7 @@ def _compare(
 
 
 class Columns:
-    """Which columns of a buffer belong to which layer, for the kernel.
+    """The columns of a buffer by layer, for the kernel.
 
     Args:
         runs: ``(start, elements, layer, index of the first element in the flattened layer)``; a layer may have several.
@@ -132,8 +132,9 @@ class Columns:
     """
 
     def __init__(self, runs: Any, device: torch.device) -> None:
-        numbered = [[(start, numel, place, first) for place, (start, numel, _, first) in enumerate(sorted(runs))]]
-        self.layers = torch.tensor([layer for _, _, layer, _ in sorted(runs)], dtype=torch.long, device=device)
+        runs = sorted(runs)
+        numbered = [[(start, numel, place, first) for place, (start, numel, _, first) in enumerate(runs)]]
+        self.layers = torch.tensor([layer for _, _, layer, _ in runs], dtype=torch.long, device=device)
         self.table = BlockTable(numbered, len(runs), device)
 
 

@@ -200,10 +200,6 @@ class Comparison:
         """Return where the gradients are that were compared; None before the first."""
         return None if self._sums is None else self._sums.device
 
-    def part(self, runs: Sequence[Run]) -> Part:
-        """Return a part for :meth:`add`."""
-        return Part(runs)
-
     def add(self, rows: Tensor, part: Part) -> None:
         """Add one micro-batch of a buffer.
 

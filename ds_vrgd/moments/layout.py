@@ -28,7 +28,7 @@ def local(tensor: Tensor) -> Tensor:
 
     ``to_local()`` takes ten times as long, and a step asks for a part some six times a parameter.
     """
-    return tensor._local_tensor if hasattr(type(tensor), "to_local") else tensor  # type: ignore[attr-defined]
+    return tensor._local_tensor if is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
 
 
 @dataclass(frozen=True)

@@ -142,7 +142,7 @@ class ShardedMoments:
         groups, across = self._groups, self.comparison and self.comparison.across
         assert across is not None
         base = sum(bucket.regions[groups.index : groups.rank : groups.per_node])
-        across.add(totals, across.part(self._runs(bucket, [groups.rank], base)))
+        across.add(totals, Part(self._runs(bucket, [groups.rank], base)))
 
     def _prepare(self) -> None:
         """Cut the routes into buckets; at the first gradient, when devices and dtypes are final."""
@@ -161,7 +161,7 @@ class ShardedMoments:
                 self._store.compare = self._compare_nodes
         if self.comparison is not None:
             column = range(self._groups.index, self._groups.ranks, self._groups.per_node)
-            self._parts = {bucket: self.comparison.part(self._runs(bucket, column)) for bucket in self._buckets}
+            self._parts = {bucket: Part(self._runs(bucket, column)) for bucket in self._buckets}
 
     def _buffer(self, purpose: str, bucket: Bucket) -> Buffer:
         """Return a buffer that is large enough ``"to send"`` or ``"to receive"`` any bucket of this dtype."""

@@ -1,4 +1,4 @@
-"""Which rank is not like the others: a report on every step, and a watch that names rank, layers and kind of fault.
+"""A report on the ranks of every step, and a watch that names the one that differs, its layers and the kind of fault.
 
 Two kinds of evidence. *Sudden*: a value is further from the other ranks than ever before, in units of a running median
 deviation. *Lasting*: a rank has the largest (or the smallest) value again and again. Where the ranks draw their data
@@ -292,8 +292,8 @@ class RankWatch:
 
     It takes the data of the ranks to be drawn alike. NaN and identical gradients are told at once; what is far beyond
     everything before, in the first to the fourth step, after the first 20; what is a little off in every step, after
-    ten to thirty, a sign in up to a hundred. With fewer than four ranks only NaN and identical gradients are told. Of a
-    rank that was named, nothing is told for 100 steps but a fault that needs no statistics.
+    ten to thirty, a sign in up to a hundred. With fewer than four ranks only NaN and identical gradients are reported.
+    For 100 steps after a rank was named, only faults that need no statistics are reported of it.
 
     Attributes:
         events: all events so far.
@@ -326,7 +326,7 @@ class RankWatch:
         )
         self._series = _Series(sides, among, limits, ranks)
         pairs = ranks * (ranks - 1) // 2
-        # Two batches may have a rare sample alike, once: a pair is told where it lasts.
+        # Two batches may share a rare sample once: a pair is reported only where it lasts.
         self._pairs = _Series(torch.tensor([small]), torch.tensor([1]), torch.tensor([math.inf]), pairs)
         self._means = torch.zeros(2, layers + 1, ranks, dtype=torch.double)
         self._again = torch.zeros(ranks, dtype=torch.double)

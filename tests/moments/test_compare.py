@@ -12,6 +12,7 @@ from ds_vrgd.moments.compare import (
     LARGEST,
     SKETCH,
     Comparison,
+    Part,
     RankSums,
     add_rows_,
     columns_of,
@@ -134,7 +135,7 @@ def test_products_of_sketches_estimate_those_of_deviations() -> None:
 
 def test_a_window_sums_its_micro_batches_and_begins_anew() -> None:
     comparison = Comparison(["a", "b"], [0, 1, 2], None, 3)
-    part = comparison.part([(0, 10, 0, 0), (10, 6, 1, 0)])
+    part = Part([(0, 10, 0, 0), (10, 6, 1, 0)])
     first, second = rows_of(3, 16), rows_of(3, 17)[:, :16].contiguous()
     for _ in range(2):
         comparison.add(first, part)

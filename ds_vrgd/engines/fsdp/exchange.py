@@ -55,7 +55,7 @@ class UnitExchange:
         self.unit, self.observed, self.parts = unit, observed, 0
         self._reduces: Any = weakref.WeakMethod(reduces)
         self._norms, self._comparison, self._layers = norms, comparison, layers
-        self._compared: tuple[int, Part] | None = None
+        self._compared: Part | None = None
         self._held: tuple[Tensor, Tensor] | None = None
         self._views: dict[Tensor, tuple[Tensor, Tensor]] = {}
         self._slots: list[tuple[Tensor, int, int]] = []
@@ -125,17 +125,16 @@ class UnitExchange:
 
     def _compare(self, comparison: Comparison, rows: Tensor) -> None:
         """Compare the ranks' gradients in a micro-batch."""
-        width = rows.shape[1]
-        if self._compared is None or self._compared[0] != width:
-            self._lay_out(width)
+        self._lay_out(rows.shape[1])
+        if self._compared is None:
             starts = itertools.accumulate((slot for _, _, slot in self._slots), initial=0)
             runs = [
                 (start, numel, *self._layers[param])
                 for (param, numel, _), start in zip(self._slots, starts, strict=False)
                 if numel
             ]
-            self._compared = width, comparison.part(runs)
-        comparison.add(rows, self._compared[1])
+            self._compared = Part(runs)
+        comparison.add(rows, self._compared)
 
     def merge_alone(self) -> None:
         """Merge what a single rank has kept of its own micro-batch, at the end of the backward pass."""
@@ -183,7 +182,7 @@ class UnitExchange:
                 f"that are trained: some got no gradient in this backward pass, and torch {torch.__version__} does not "
                 "report which. Use torch 2.13 or newer, or freeze the parameters that take no part"
             )
-        self._slots_of = trained
+        self._slots_of, self._compared = trained, None
 
     def _cut(self) -> dict[Tensor, tuple[Tensor, Tensor]]:
         """Return both moments of each parameter that has any: views, made once in a window."""

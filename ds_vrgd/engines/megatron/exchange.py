@@ -128,7 +128,7 @@ class BucketExchange:
             torch.sum(rows, 0, dtype=wide, out=total).div_(self._ranks)
         if self._comparison is not None:
             if bucket not in self._compared:
-                self._compared[bucket] = self._comparison.part(self._runs(bucket, width))
+                self._compared[bucket] = Part(self._runs(bucket, width))
             self._comparison.add(rows, self._compared[bucket])
         if self._is_sharded:
             data[self._rank * width : (self._rank + 1) * width].copy_(total)
