@@ -27,8 +27,12 @@ from ds_vrgd_recipes.run.files import write_binary
 
 FOLDER = Path("out/evidence/bert-data")
 #: By name: corpora of docs/DATA.md, pieces of the vocabulary, and the sequence lengths that are prepared.
-SPEECHES, GENERAL = "speeches", "general"
-TEXTS = {SPEECHES: (["sotu", "wiki"], 8192, (64, 128)), GENERAL: (["general"], 30522, (128, 512))}
+SPEECHES, GENERAL, GENERAL_8K = "speeches", "general", "general-8k"
+TEXTS = {
+    SPEECHES: (["sotu", "wiki"], 8192, (64, 128)),
+    GENERAL: (["general"], 30522, (128, 512)),
+    GENERAL_8K: (["general"], 8192, (64,)),
+}
 HELD_OUT_BATCH = 256
 TOKENS = ("input_ids", "token_type_ids", "position_ids")
 _SEED, _BLOCK = 1, 256

@@ -25,7 +25,7 @@ NO_CONTROL = "none"
 BETA1, BETA2, WARMUP = 0.9, 0.999, 0.15
 #: The fields of a task, and those of one optimizer or variant in it; beta1, rate and seed remain.
 TASK = ("model", "text", "objective", "sequence_length", "examples", "batch", "k", "held_out")
-VARIANT = ("optimizer", "control", "beta2", "warmup")
+VARIANT = ("optimizer", "control", "beta2", "warmup", "clipping")
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,8 @@ def _label(row: Row) -> str:
     if row["control"] != NO_CONTROL:
         parts.append(row["control"])
     parts += [f"{name} {row[field]:g}" for name, field, usual in
-              (("beta2", "beta2", BETA2), ("warm-up", "warmup", WARMUP)) if row[field] != usual]  # fmt: skip
+              (("beta2", "beta2", BETA2), ("warm-up", "warmup", WARMUP), ("clipping", "clipping", None))
+              if row[field] != usual]  # fmt: skip
     return ", ".join(parts)
 
 
@@ -81,7 +82,7 @@ def comparisons(rows: Sequence[Row], base: str) -> list[list[Arm]]:
     The base comes first and its twin second. A variant has the beta1 of the optimizer that it is a variant of.
     """
     by_arm = grouped([row for row in rows if row["optimizer"] in (base, f"VR{base}")], *VARIANT)
-    originals = {name: by_arm.get((name, NO_CONTROL, BETA2, WARMUP), []) for name in (base, f"VR{base}")}
+    originals = {name: by_arm.get((name, NO_CONTROL, BETA2, WARMUP, None), []) for name in (base, f"VR{base}")}
     found: list[list[Arm]] = []
     for betas in ((BETA1,), tuple(row["beta1"] for row in rows)):
         arms = []
