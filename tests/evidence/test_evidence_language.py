@@ -114,7 +114,7 @@ def test_the_plan_gives_all_optimizers_the_same_beta1_and_each_pair_one_start() 
 
 
 def test_a_twin_and_its_base_have_equal_grids_when_all_is_done(full: list[Row]) -> None:
-    for task, base in [(task, base) for task in language.TASKS for base in task.bases]:
+    for task, base in [(one, base) for one in language.TASKS for base in one.bases]:
         originals = [row for row in of_task(full, task) if is_original(row) and row["seed"] in TUNING]
         tried = [
             {(row["beta1"], row["rate"], row["seed"]) for row in originals if row["optimizer"] == name}
