@@ -7,6 +7,7 @@ beta1 = 0.9 and at the best beta1 of what they are compared with. Plain PyTorch,
 
 from __future__ import annotations
 
+import gc
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -232,6 +233,7 @@ def measure(setting: Setting) -> Row:
         return train(setting, load_text(setting.text, setting.sequence_length))
     finally:
         torch.set_num_threads(threads)
+        gc.collect()  # a model and its graphs refer to each other
 
 
 def train(setting: Setting, text: Text) -> Row:
@@ -242,7 +244,8 @@ def train(setting: Setting, text: Text) -> Row:
         the fractions clamped low and high. ``final``: the last loss, NaN if it is not finite. ``entropy``: that of the
         same tokens under their frequencies. ``updates``.
     """
-    model = make_model(setting.model, text, setting.objective, setting.seed)
+    micro_batch = setting.batch // setting.k
+    model = make_model(setting.model, text, setting.objective, setting.seed, [micro_batch])
     optimizer = make_optimizer(setting.optimizer, model, setting.rate, setting.beta1, setting.beta2)
     control = None if setting.control == NO_CONTROL else Control(setting.control, setting.seed)
     seen = drawn_rows(text, setting.examples, setting.seed)
@@ -263,11 +266,11 @@ def train(setting: Setting, text: Text) -> Row:
         with controlled(control):
             optimizer.step()
         if update in evaluated:
-            final = held_out_loss(model, held_out)
+            final = held_out_loss(model, held_out, micro_batch)
             curve.append([update, final, *_ratios(setting, optimizer)])
             if not math.isfinite(final):
                 break
-        optimizer.zero_grad()
+        optimizer.zero_grad(set_to_none=False)
     return {"curve": curve, "final": final, "entropy": text.entropy(held_out[1]), "updates": updates}
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -17,7 +17,7 @@ from ds_vrgd_recipes.bert.evaluation import unigram_log_probabilities
 from ds_vrgd_recipes.bert.examples import IGNORED_LABEL
 from ds_vrgd_recipes.bert.store import Split
 from ds_vrgd_recipes.run.groups import parameter_groups
-from evidence.bert_data import HELD_OUT_BATCH, prepared
+from evidence.bert_data import prepared
 
 #: Layers, width and heads.
 MODELS = {"small": (4, 256, 4), "toy": (2, 32, 2)}
@@ -95,7 +95,11 @@ def drawn_rows(text: Text, count: int, seed: int) -> Tensor:
 
 
 class LanguageModel(nn.Module):
-    """A pre-LN transformer whose output weights are those of its embedding; without dropout."""
+    """A pre-LN transformer whose output weights are those of its embedding; without dropout.
+
+    Attributes:
+        graphs: by the number of rows, what runs instead of :meth:`loss`.
+    """
 
     def __init__(self, model: str, pieces: int, length: int, *, causal: bool) -> None:
         super().__init__()
@@ -106,28 +110,51 @@ class LanguageModel(nn.Module):
         )
         self.body = nn.TransformerEncoder(layer, layers, nn.LayerNorm(width), enable_nested_tensor=False)
         self.causal = causal
+        self.graphs: dict[int, nn.Module] = {}
         for weight in self.parameters():
             if weight.dim() > 1:  # the encoder's layers are copies of one
                 nn.init.normal_(weight, std=0.02)
 
-    def forward(self, ids: Tensor, labels: Tensor, reduction: str = "mean") -> Tensor:
-        """Return the loss in nats, over the labels that are not ignored; on a GPU in bf16."""
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        """Return the mean loss in nats, over the labels that are not ignored; the next call may overwrite it."""
+        return self.graphs.get(len(ids), self.loss)(ids, labels)
+
+    def loss(self, ids: Tensor, labels: Tensor) -> Tensor:
+        """Return what :meth:`forward` returns; on a GPU in bf16."""
         length = ids.shape[1]
         with torch.autocast(ids.device.type, torch.bfloat16, enabled=ids.is_cuda):
             hidden = self.tokens(ids) + self.positions.weight[:length]
             mask = nn.Transformer.generate_square_subsequent_mask(length, device=ids.device) if self.causal else None
             hidden = self.body(hidden, mask=mask, is_causal=self.causal)
             logits = functional.linear(hidden, self.tokens.weight)
-            return functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction=reduction)
+            return functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
 
 
-def make_model(model: str, text: Text, objective: str, seed: int) -> LanguageModel:
-    """Return a new model on the text's device, drawn by ``seed``; its calls are compiled on a GPU."""
+class _CompiledLoss(nn.Module):
+    def __init__(self, model: LanguageModel) -> None:
+        super().__init__()
+        self.model = model
+
+    @torch.compile
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        return self.model.loss(ids, labels)
+
+
+def make_model(model: str, text: Text, objective: str, seed: int, micro_batches: Iterable[int] = ()) -> LanguageModel:
+    """Return a new model on the text's device, drawn by ``seed``.
+
+    On a GPU, micro-batches of the given numbers of rows run as CUDA graphs of the compiled loss, one forward and one
+    backward: launched one by one, the kernels of so small a model take the host five times as long as the GPU.
+    """
     torch.manual_seed(seed)
     made = LanguageModel(model, len(text.unigram), text.train.shape[1], causal=objective == CAUSAL)
+    made.to(text.train.device)
     if text.train.is_cuda:
-        made.compile()
-    return made.to(text.train.device)
+        for rows in micro_batches:
+            sample = inputs_and_labels(text.train[:rows], objective, text.mask, seed)
+            graph: nn.Module = torch.cuda.make_graphed_callables(_CompiledLoss(made), sample)
+            made.graphs[rows] = graph
+    return made
 
 
 def make_optimizer(
@@ -147,18 +174,24 @@ def chunks(examples: Examples, first: int, count: int, size: int) -> Iterator[tu
 
 def accumulate(model: nn.Module, examples: Examples, first: int, batch: int, k: int) -> Tensor:
     """Run ``batch`` examples from ``first`` on forward and backward, in k micro-batches; return their mean loss."""
-    losses = []
+    for param in model.parameters():
+        if param.grad is None:
+            param.grad = torch.zeros_like(param)  # it would be a graph's own buffer, which the next one overwrites
+    total = torch.zeros((), device=examples[0].device)
     for ids, labels in chunks(examples, first, batch, batch // k):
-        loss = model(ids, labels)
-        (loss / k).backward()
-        losses.append(loss.detach())
-    return torch.stack(losses).mean()
+        loss = model(ids, labels) / k
+        loss.backward()
+        total += loss.detach()
+    return total
 
 
 @torch.no_grad()
-def held_out_loss(model: LanguageModel, examples: Examples) -> float:
-    """Return the loss over all predicted tokens, nats each."""
+def held_out_loss(model: nn.Module, examples: Examples, micro_batch: int) -> float:
+    """Return the loss over all predicted tokens, nats each; a CUDA graph runs micro-batches of its own size alone."""
+    counts = (examples[1] != IGNORED_LABEL).sum(1)
     total = torch.zeros((), dtype=torch.float64, device=examples[0].device)
-    for ids, labels in chunks(examples, 0, len(examples[0]), HELD_OUT_BATCH):
-        total += model.forward(ids, labels, "sum").double()
-    return float(total) / int((examples[1] != IGNORED_LABEL).sum())
+    for (ids, labels), count in zip(
+        chunks(examples, 0, len(counts), micro_batch), counts.split(micro_batch), strict=True
+    ):
+        total += model(ids, labels).double() * count.sum()
+    return float(total / counts.sum())

@@ -357,6 +357,19 @@ def test_a_causal_model_does_not_see_what_it_predicts(text: Text) -> None:
         assert (losses[0] == losses[1]) == causal
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a GPU")
+def test_a_graph_accumulates_what_the_model_itself_does(text: Text) -> None:
+    on_gpu = Text(text.train.cuda(), text.held_out.cuda(), text.unigram.cuda(), MASK)
+    examples = language_model.inputs_and_labels(on_gpu.train, "masked", MASK, 0)
+    found = []
+    for sizes in ([], [16]):
+        model = language_model.make_model("small", on_gpu, "masked", 0, sizes)
+        losses = [float(language_model.accumulate(model, examples, first, 64, 4)) for first in (0, 64)]
+        norms = [float(param.grad.norm()) for param in model.parameters()]  # type: ignore[union-attr]
+        found.append([*losses, language_model.held_out_loss(model, examples, 16), *norms])
+    assert found[1] == pytest.approx(found[0], rel=0.02)
+
+
 def test_masked_examples_hide_what_is_asked_and_nothing_else(text: Text) -> None:
     ids, labels = language_model.inputs_and_labels(text.train, "masked", MASK, seed=3)
     asked = labels != language_model.IGNORED_LABEL
