@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 import torch
@@ -110,7 +111,7 @@ class LanguageModel(nn.Module):
         )
         self.body = nn.TransformerEncoder(layer, layers, nn.LayerNorm(width), enable_nested_tensor=False)
         self.causal = causal
-        self.graphs: dict[int, nn.Module] = {}
+        self.graphs: dict[int, Callable[..., Any]] = {}
         for weight in self.parameters():
             if weight.dim() > 1:  # the encoder's layers are copies of one
                 nn.init.normal_(weight, std=0.02)
@@ -152,8 +153,7 @@ def make_model(model: str, text: Text, objective: str, seed: int, micro_batches:
     if text.train.is_cuda:
         for rows in micro_batches:
             sample = inputs_and_labels(text.train[:rows], objective, text.mask, seed)
-            graph: nn.Module = torch.cuda.make_graphed_callables(_CompiledLoss(made), sample)
-            made.graphs[rows] = graph
+            made.graphs[rows] = torch.cuda.make_graphed_callables(_CompiledLoss(made), sample)
     return made
 
 
