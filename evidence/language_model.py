@@ -118,7 +118,8 @@ class LanguageModel(nn.Module):
 
     def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
         """Return the mean loss in nats, over the labels that are not ignored; the next call may overwrite it."""
-        return self.graphs.get(len(ids), self.loss)(ids, labels)
+        found: Tensor = self.graphs.get(len(ids), self.loss)(ids, labels)
+        return found
 
     def loss(self, ids: Tensor, labels: Tensor) -> Tensor:
         """Return what :meth:`forward` returns; on a GPU in bf16."""
