@@ -24,10 +24,10 @@ IDENTITY = "identity"
 #: The factor that an element gets in place of its own.
 CONTROLS = {
     "permuted": "that of another element of the layer, drawn anew in each step",
-    "permuted once": "that of another element of the layer, the same one in all steps",
-    "resampled": "drawn from the layer's factors, with replacement",
     "layer mean": "the mean of the layer",
     "previous": "its own of the step before; in the first step its own",
+    "resampled": "drawn from the layer's factors, with replacement",
+    "permuted once": "that of another element of the layer, the same one in all steps",
     "constant": "0.52 everywhere",
 }
 #: The mean factor of gradients that are pure noise, at k = 32 and 64. In Adam and LAMB a constant cancels, up to eps;

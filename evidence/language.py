@@ -75,13 +75,13 @@ class Task:
 
 #: The most telling first.
 TASKS = (
-    Task(CAUSAL, 4096, 32, ("AdamW", "LAMB", "Momentum"), ("AdamW", "LAMB"), BETAS),
+    Task(CAUSAL, 2048, 32, ("AdamW", "LAMB", "Momentum"), ("AdamW", "LAMB"), BETAS),
+    Task(CAUSAL, 4096, 32),
     Task(CAUSAL, 8192, 32),
     Task(CAUSAL, 1024, 32),
     Task(MASKED, 1024, 32, controlled=("AdamW",)),
     Task(CAUSAL, 4096, 64),
     Task(CAUSAL, 16384, 32),
-    Task(CAUSAL, 2048, 32),
 )
 
 
