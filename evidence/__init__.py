@@ -4,6 +4,7 @@
 NAMES: tuple[str, ...] = (
     "linear",
     "meter",
+    "branches",
     "gap",
     "resnet",
     "dlrm",

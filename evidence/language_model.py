@@ -21,7 +21,7 @@ from ds_vrgd_recipes.run.groups import parameter_groups
 from evidence.bert_data import prepared
 
 #: Layers, width and heads.
-MODELS = {"small": (4, 256, 4), "toy": (2, 32, 2)}
+MODELS = {"small": (4, 256, 4), "wide": (2, 512, 8), "toy": (2, 32, 2)}
 CAUSAL, MASKED = "causal", "masked"
 MASKED_SHARE = 0.15
 HELD_OUT_SEED = 10_000  # of the masks
