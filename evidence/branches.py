@@ -28,7 +28,6 @@ from evidence.experiment import FULL, Experiment, Row
 from evidence.language import prepare
 from evidence.language_model import (
     CAUSAL,
-    HELD_OUT_SEED,
     Examples,
     LanguageModel,
     Text,
@@ -216,8 +215,7 @@ def run_trunk(setting: Setting, text: Text) -> Row:
         at each point, an empty list if the setting only tunes.
     """
     seen = drawn_rows(text, setting.batch * setting.points[-1] + setting.window, setting.seed)
-    examples = inputs_and_labels(seen, CAUSAL, text.mask, setting.seed)
-    held_out = inputs_and_labels(text.held_out[: setting.held_out], CAUSAL, text.mask, HELD_OUT_SEED)
+    examples, held_out = next_tokens(seen), next_tokens(text.held_out[: setting.held_out])
     run, done = Run(setting, text), 0
     at_points: list[Row] = []
     metered = Run(setting, text, twin=True) if setting.kind == BRANCH else None
@@ -226,23 +224,29 @@ def run_trunk(setting: Setting, text: Text) -> Row:
         run.advance(_from(examples, done * setting.batch), setting.batch, rates)
         if metered is not None:
             state = run.keep()
-            following = _from(examples, point * setting.batch)
-            at_points.append({"update": point, **branch_off(setting, run, metered, state, following, held_out)})
+            rows = seen[point * setting.batch :][: setting.window]
+            at_points.append({"update": point, **branch_off(setting, run, metered, state, rows, held_out)})
             run.restore(state)
         done = point
     return {"final": float(losses(run.model, held_out).mean()), "at_points": at_points}
+
+
+def next_tokens(rows: Tensor) -> Examples:
+    """Return input ids and labels of a causal model, views of the rows."""
+    return inputs_and_labels(rows, CAUSAL, 0, 0)  # neither a mask nor a seed is used
 
 
 def _from(examples: Examples, first: int) -> Examples:
     return examples[0][first:], examples[1][first:]
 
 
-def branch_off(setting: Setting, run: Run, metered: Run, state: State, examples: Examples, held_out: Examples) -> Row:
-    """Measure the noise scale, then run all branches over the next ``window`` examples.
+def branch_off(setting: Setting, run: Run, metered: Run, state: State, rows: Tensor, held_out: Examples) -> Row:
+    """Measure the noise scale, then run all branches over the same examples.
 
     Args:
         run: a run whose state is ``state``; it ends in that of the last branch.
         metered: a run with the variance-reducing twin, in any state.
+        rows: tokens of the ``window`` sequences after the point.
 
     Returns:
         ``before``, the held-out loss at the point; ``scale``, ``low`` and ``high`` of the noise scale, in sequences;
@@ -251,11 +255,11 @@ def branch_off(setting: Setting, run: Run, metered: Run, state: State, examples:
         another order), ``excess`` over ``loss``, and ``error``, the standard error of this difference over the
         held-out sequences.
     """
-    before = losses(run.model, held_out)
+    examples, before = next_tokens(rows), losses(run.model, held_out)
     scale = measure_noise(setting, metered, state, examples)
     reference = branch(setting, run, state, examples, held_out, setting.batch, setting.rate)
     order = torch.randperm(setting.window, generator=torch.Generator().manual_seed(setting.seed))
-    shuffled = examples[0][order.to(examples[0].device)], examples[1][order.to(examples[1].device)]
+    shuffled = next_tokens(rows[order.to(rows.device)])
     again = branch(setting, run, state, shuffled, held_out, setting.batch, setting.rate)
     names: list[Row] = [{"batch": setting.batch, "rate": SAME, "order": "other"}]
     differences = [again - reference]

@@ -96,7 +96,8 @@ class Case:
     @property
     def noise_scale(self) -> float:
         """Return the median over the seeds; infinite where the signal is lost in the noise."""
-        return statistics.median(point["scale"] for point in self.points)
+        scales: list[float] = [point["scale"] for point in self.points]
+        return statistics.median(scales)
 
     def critical(self, tolerance: float) -> list[Critical]:
         """Return the critical batch of each seed, in ascending order."""
@@ -111,7 +112,8 @@ class Case:
     @property
     def progress(self) -> float:
         """Return the fall of the loss in the window with the trunk's batch, the median over the seeds."""
-        return statistics.median(point["before"] - point["loss"] for point in self.points)
+        falls: list[float] = [point["before"] - point["loss"] for point in self.points]
+        return statistics.median(falls)
 
     def predicted(self, tolerance: float) -> float:
         """Return the critical batch that the noise scale predicts."""

@@ -14,7 +14,19 @@ from torch import Tensor
 
 import ds_vrgd
 from evidence import branches
-from evidence.branches import BRANCH, GRID, RATES, TUNE, Run, Setting, branch, losses, measure_noise, run_trunk
+from evidence.branches import (
+    BRANCH,
+    GRID,
+    RATES,
+    TUNE,
+    Run,
+    Setting,
+    branch,
+    losses,
+    measure_noise,
+    next_tokens,
+    run_trunk,
+)
 from evidence.branches_report import (
     SAME,
     SQUARE_ROOT,
@@ -28,7 +40,7 @@ from evidence.branches_report import (
     tables,
 )
 from evidence.experiment import Row
-from evidence.language_model import CAUSAL, MODELS, Examples, Text, drawn_rows, inputs_and_labels
+from evidence.language_model import MODELS, Examples, Text, drawn_rows
 from evidence.tuning import SEEDS
 
 PIECES, LENGTH = 24, 8
@@ -50,7 +62,7 @@ def text() -> Text:
 def parts(text: Text) -> tuple[Examples, Examples]:
     """The examples of the trunk and of a window after its second point, and the held-out ones."""
     seen = drawn_rows(text, 8 * 16 + 64, seed=1)
-    return inputs_and_labels(seen, CAUSAL, 0, 1), inputs_and_labels(text.held_out, CAUSAL, 0, 1)
+    return next_tokens(seen), next_tokens(text.held_out)
 
 
 # -- the branches -----------------------------------------------------------------------------------------------------
