@@ -62,6 +62,24 @@ def predicted_batch(trunk: int, noise_scale: float, share: float) -> float:
     return (trunk + share * noise_scale) / (1.0 - share) if share < 1.0 else math.inf
 
 
+def fitted_batch(excess: Mapping[int, float], trunk: int, progress: float) -> float:
+    """Return the B_crit of the least squares of the progress of all batches, proportional to 1 / (B + B_crit).
+
+    Args:
+        excess: as of :func:`critical_batch`.
+        progress: fall of the loss with the trunk's batch; infinity is returned where it is not positive.
+    """
+    if not progress > 0.0:
+        return math.inf
+    kept = {batch: 1.0 - above / progress for batch, above in excess.items() if math.isfinite(above)}
+
+    def squares(critical: float) -> float:
+        return sum((share - (trunk + critical) / (batch + critical)) ** 2 for batch, share in kept.items())
+
+    tried: list[float] = [2.0 ** (power / 20) for power in range(400)]
+    return min(tried, key=squares)
+
+
 def best_excess(point: Row) -> dict[int, float]:
     """Return the excess of each batch at the better of its rates, by batch; infinite if both came apart."""
     branches = [one for one in point["branches"] if one["order"] == "same"]
@@ -110,6 +128,13 @@ class Case:
         return found[(len(found) - 1) // 2]
 
     @property
+    def fitted(self) -> list[float]:
+        """Return the B_crit of each seed's fit, in ascending order."""
+        return sorted(
+            fitted_batch(best_excess(point), self.trunk, point["before"] - point["loss"]) for point in self.points
+        )
+
+    @property
     def progress(self) -> float:
         """Return the fall of the loss in the window with the trunk's batch, the median over the seeds."""
         falls: list[float] = [point["before"] - point["loss"] for point in self.points]
@@ -144,6 +169,7 @@ def tables(rows: Sequence[Row]) -> list[str]:
         header = [
             "model, optimizer, update", "rate", "held-out loss", "its fall in the window", "noise scale",
             "its 95 % intervals", f"critical batch, tolerance {TOLERANCE:g}", "noise scale / critical batch",
+            "B_crit of the fit", "noise scale / B_crit",
         ]  # fmt: skip
         lines += ["In sequences; medians over the seeds, and in brackets the least and the largest:", ""]
         lines += [*table(header, [_compared(case) for case in of]), *_noise(of)]
@@ -184,18 +210,28 @@ def _compared(case: Case) -> list[str]:
     scales = sorted(point["scale"] for point in case.points)
     critical = case.critical(TOLERANCE)
     middle = case.middle(TOLERANCE)
-    ratio = case.noise_scale / middle.batch
+    fitted = case.fitted
     low, high = min(point["low"] for point in case.points), max(point["high"] for point in case.points)
     return [
         case.name,
         f"{case.rate:g}",
         f"{statistics.median(point['before'] for point in case.points):.3f}",
         f"{case.progress:.3f}",
-        f"{_number(case.noise_scale)} ({_number(scales[0])}–{_number(scales[-1])})",
+        _spread(scales),
         f"{_number(low)}–{_number(high)}",
         f"{middle} ({critical[0]}–{critical[-1]})",
-        f"{ratio:.2f}" if math.isfinite(ratio) else "lost in the noise",
+        _ratio(case.noise_scale, middle.batch),
+        _spread(fitted),
+        _ratio(case.noise_scale, statistics.median(fitted)),
     ]
+
+
+def _spread(ordered: Sequence[float]) -> str:
+    return f"{_number(statistics.median(ordered))} ({_number(ordered[0])}–{_number(ordered[-1])})"
+
+
+def _ratio(noise_scale: float, batch: float) -> str:
+    return f"{noise_scale / batch:.2f}" if math.isfinite(noise_scale) else "lost in the noise"
 
 
 def _number(value: float) -> str:
@@ -284,14 +320,21 @@ def _draw_excess(axis: Axes, members: Sequence[Case]) -> None:
 
 
 def _draw_both(axis: Axes, of: Sequence[Case], optimizers: Sequence[str]) -> None:
-    seen = [(case, case.noise_scale, case.middle(TOLERANCE).batch) for case in of if math.isfinite(case.noise_scale)]
+    seen = [case for case in of if math.isfinite(case.noise_scale)]
+    ends = [1.0, 2.0] if not seen else []
     for place, optimizer in enumerate(optimizers):
-        own = [(scale, critical) for case, scale, critical in seen if case.optimizer == optimizer]
-        if own:
-            axis.plot(*zip(*own, strict=True), marker="os^v"[place % 4], color=f"C{place + 3}", label=optimizer)
-    ends = [value for _, *both in seen for value in both] or [1.0, 2.0]
+        own = [case for case in seen if case.optimizer == optimizer]
+        scales = [case.noise_scale for case in own]
+        by_rule, by_fit = (
+            [case.middle(TOLERANCE).batch for case in own],
+            [statistics.median(case.fitted) for case in own],
+        )
+        for found, line, how in ((by_rule, "-", f"tolerance {TOLERANCE:g}"), (by_fit, ":", "fit")):
+            marker, color, label = "os"[place % 2], f"C{place + 3}", f"{optimizer}, {how}"
+            axis.plot(scales, found, marker=marker, color=color, linestyle=line, label=label)
+            ends += [*scales, *(value for value in found if math.isfinite(value))]
     axis.plot([min(ends), max(ends)], [min(ends), max(ends)], color="grey", linewidth=0.8, label="equal")
     axis.set_xscale("log", base=2)
     axis.set_yscale("log", base=2)
-    axis.set(xlabel="noise scale of the meter (sequences)", ylabel=f"critical batch, tolerance {TOLERANCE:g}")
+    axis.set(xlabel="noise scale of the meter (sequences)", ylabel="critical batch (sequences)")
     axis.legend(fontsize=7)

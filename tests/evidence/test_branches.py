@@ -36,6 +36,7 @@ from evidence.branches_report import (
     cases,
     critical_batch,
     draw,
+    fitted_batch,
     predicted_batch,
     tables,
 )
@@ -202,6 +203,14 @@ def test_a_noise_scale_predicts_the_batch_that_loses_a_share_of_the_progress() -
     assert predicted_batch(32, 100.0, 1.0) == math.inf
 
 
+def test_the_fit_finds_a_known_critical_batch_again() -> None:
+    """Losses that follow 1 / (B + 80); a branch that came apart is left out."""
+    excess = {batch: 0.3 * (1.0 - (32 + 80.0) / (batch + 80.0)) for batch in (16, 64, 128, 256, 512)}
+    assert fitted_batch({**excess, 1024: math.inf}, 32, 0.3) == pytest.approx(80.0, rel=0.03)
+    assert fitted_batch(excess, 32, 0.0) == math.inf
+    assert fitted_batch(excess, 32, math.nan) == math.inf
+
+
 # -- the plan ---------------------------------------------------------------------------------------------------------
 
 
@@ -262,7 +271,7 @@ def made(setting: Setting, excess: Callable[[int, str], float], *, scale: float 
     for batch in setting.batches:
         if batch != setting.batch:
             for rate in (SAME, SQUARE_ROOT):
-                above = excess(batch, rate) + 0.0005 * setting.seed
+                above = excess(batch, rate) + 0.001 * setting.seed
                 found.append({"batch": batch, "rate": rate, "order": "same", "excess": above, "error": 0.002})
     points = [
         {"update": update, "before": 5.0, "loss": 4.9, "scale": scale, "low": 50.0, "high": high, "branches": found}
@@ -275,7 +284,7 @@ def above(batch: int, rate: str, *, critical: int) -> float:
     """Within the tolerance up to the critical batch, at the scaled rate alone."""
     if rate == SAME or batch > critical:
         return 0.03 if batch > 32 else 0.0
-    return 0.008
+    return 0.007
 
 
 @pytest.fixture(scope="module")
@@ -298,7 +307,8 @@ def test_the_tables_have_both_numbers_of_every_case(rows: Sequence[Row]) -> None
     assert "| small, AdamW, 128 | 32 (39) | 128 (47) | 128 (65) | ≥1,024 (164) | ≥1,024 (164) |" in text
     assert "another order differs by 0.0040 nats (root mean square of 36; at most 0.0040)" in text
     assert "paired, is at most 0.0020, and 0.0020 in the median" in text
-    assert "| wide, LAMB, 2,048, sqrt | +0.009 | +0.009 | +0.009 | +0.030 |" in text.replace("+0.0305", "+0.030")
+    # by hand: seeds 0, 1 and 2 have 0.03, 0.008, 0.009 at batch 128, and 0.03, 0.031, 0.009 at 256
+    assert "| wide, LAMB, 2,048, sqrt | +0.008 | +0.008 | +0.009 | +0.030 | +0.031 | +0.031 |" in text
     assert "| small, LAMB | 0.00125: 4.750, 0.0025: 4.750, 0.005: 4.750 |" in text
 
 
