@@ -5,6 +5,7 @@ NAMES: tuple[str, ...] = (
     "linear",
     "meter",
     "branches",
+    "batch_warmup",
     "gap",
     "resnet",
     "dlrm",
