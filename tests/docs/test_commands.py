@@ -71,6 +71,7 @@ NOT_RUN = {
     "python -m evidence bert": "takes a GPU; tests/evidence/test_bert.py runs a toy",
     "python -m evidence branches": "takes a GPU; tests/evidence/test_branches.py runs a toy",
     "python -m evidence language": "takes a GPU; tests/evidence/test_evidence_language.py runs a toy",
+    "python -m evidence batch_warmup": "takes a GPU; tests/evidence/test_batch_warmup.py runs a toy",
     "python -m benchmarks.click_lines": "takes a minute, and a package; tests/benchmarks/test_click_lines.py has lines",
     "python -m benchmarks.checks": "takes GPUs; tests/benchmarks/test_checks.py has its parts",
     "python -m benchmarks.cpu_update": "takes minutes; tests/benchmarks/test_cpu_update.py runs it on a tiny model",
