@@ -15,7 +15,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
-from torch import nn
 
 import ds_vrgd
 from ds_vrgd.noise import NoiseScale
@@ -36,9 +35,8 @@ from evidence.experiment import FULL, Experiment, Row
 from evidence.language_model import (
     CAUSAL,
     HELD_OUT_SEED,
-    Examples,
     Text,
-    chunks,
+    accumulate,
     drawn_rows,
     held_out_loss,
     inputs_and_labels,
@@ -199,14 +197,16 @@ def train(setting: Setting, text: Text) -> Row:
         examples at which it began. ``final``: the last loss. ``entropy``: that of the same tokens under their
         frequencies. ``updates``: their number.
     """
-    model = make_model(setting.model, text, CAUSAL, setting.seed)
+    doublings = round(math.log2(setting.largest // setting.batch))
+    sizes = [(setting.batch << number) // setting.k for number in range(doublings + 1)]
+    model = make_model(setting.model, text, CAUSAL, setting.seed, sizes)
     optimizer = make_optimizer(f"VR{setting.optimizer}", model, setting.rate, 0.9, gamma=ALMOST_1)
     examples = inputs_and_labels(drawn_rows(text, setting.examples, setting.seed), CAUSAL, text.mask, setting.seed)
     held_out = inputs_and_labels(text.held_out[: setting.held_out], CAUSAL, text.mask, HELD_OUT_SEED)
     batch = wanted = setting.batch
     meter = _meter(setting, batch)
     seen = updates = 0
-    final = held_out_loss(model, held_out)
+    final = held_out_loss(model, held_out, sizes[-1])
     curve: list[list[float | None]] = [[0, 0, batch, final, None, None, None]]
     batches = [[0, batch]]
     while seen < setting.examples and updates < setting.most_updates and final > setting.target:
@@ -219,16 +219,16 @@ def train(setting: Setting, text: Text) -> Row:
             batch = wanted
             meter = _meter(setting, batch, meter)
             batches.append([seen, batch])
-        _accumulate(model, examples, seen, batch, setting.k)
+        accumulate(model, examples, seen, batch, setting.k)
         seen, updates = seen + batch, updates + 1
         peak = square_root_scaled_lr(setting.rate, setting.base_batch, batch)
         for group in optimizer.param_groups:
             group["lr"] = peak * min(1.0, seen / setting.warmup)
         optimizer.step()
-        optimizer.zero_grad()
+        optimizer.zero_grad(set_to_none=False)
         meter.update(optimizer)
         if seen % setting.interval == 0:
-            final, noise = held_out_loss(model, held_out), meter.estimate()
+            final, noise = held_out_loss(model, held_out, sizes[-1]), meter.estimate()
             curve.append([seen, updates, batch, final, noise.value, noise.low, noise.high])
             if not math.isfinite(final):
                 break
@@ -247,15 +247,6 @@ def _meter(setting: Setting, batch: int, before: ds_vrgd.NoiseScaleMeter | None 
     if before is not None:
         meter.load_state_dict(before.state_dict())
     return meter
-
-
-def _accumulate(model: nn.Module, examples: Examples, first: int, batch: int, k: int) -> None:
-    """Run one batch forward and backward, in k micro-batches."""
-    for micro_batch in chunks(examples, first, batch, batch // k):
-        for of in micro_batch:
-            # One compiled graph for all batches, whichever a process meets first.
-            torch._dynamo.maybe_mark_dynamic(of, 0)
-        (model(*micro_batch) / k).backward()
 
 
 def prepare(to_measure: Sequence[Setting]) -> None:

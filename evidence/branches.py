@@ -150,7 +150,8 @@ class Run:
 
     def __init__(self, setting: Setting, text: Text, *, twin: bool = False) -> None:
         name = f"VR{setting.optimizer}" if twin else setting.optimizer
-        self.model: LanguageModel = make_model(setting.model, text, CAUSAL, setting.seed)
+        sizes = {setting.batch // setting.k} if twin else {min(of, LARGEST_MICRO_BATCH) for of in setting.batches}
+        self.model: LanguageModel = make_model(setting.model, text, CAUSAL, setting.seed, sizes)
         self.optimizer = make_optimizer(name, self.model, setting.rate, setting.beta1, setting.beta2, gamma=ALMOST_1)
 
     def keep(self) -> State:
@@ -184,14 +185,14 @@ class Run:
             self.optimizer.step()
             if meter is not None:
                 meter.update(self.optimizer)
-            self.optimizer.zero_grad()
+            self.optimizer.zero_grad(set_to_none=False)
 
 
 @torch.no_grad()
 def losses(model: LanguageModel, examples: Examples) -> Tensor:
     """Return the loss of each sequence in nats a token, ``(n,)`` float64, on the device."""
     parts = [
-        model.forward(ids, labels, "none").view(len(ids), -1).double().mean(1)
+        model.loss(ids, labels, "none").view(len(ids), -1).double().mean(1)
         for ids, labels in chunks(examples, 0, len(examples[0]), HELD_OUT_BATCH)
     ]
     return torch.cat(parts)

@@ -245,7 +245,7 @@ def train(setting: Setting, text: Text) -> Row:
         same tokens under their frequencies. ``updates``.
     """
     micro_batch = setting.batch // setting.k
-    model = make_model(setting.model, text, setting.objective, setting.seed, [micro_batch])
+    model = make_model(setting.model, text, setting.objective, setting.seed, [micro_batch], compiled=True)
     optimizer = make_optimizer(setting.optimizer, model, setting.rate, setting.beta1, setting.beta2)
     control = None if setting.control == NO_CONTROL else Control(setting.control, setting.seed)
     seen = drawn_rows(text, setting.examples, setting.seed)

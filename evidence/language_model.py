@@ -121,32 +121,40 @@ class LanguageModel(nn.Module):
         found: Tensor = self.graphs.get(len(ids), self.loss)(ids, labels)
         return found
 
-    def loss(self, ids: Tensor, labels: Tensor) -> Tensor:
-        """Return what :meth:`forward` returns; on a GPU in bf16."""
+    def loss(self, ids: Tensor, labels: Tensor, reduction: str = "mean") -> Tensor:
+        """Return what :meth:`forward` returns, or with "none" the loss of each label; on a GPU in bf16."""
         length = ids.shape[1]
         with torch.autocast(ids.device.type, torch.bfloat16, enabled=ids.is_cuda):
             hidden = self.tokens(ids) + self.positions.weight[:length]
             mask = nn.Transformer.generate_square_subsequent_mask(length, device=ids.device) if self.causal else None
             hidden = self.body(hidden, mask=mask, is_causal=self.causal)
             logits = functional.linear(hidden, self.tokens.weight)
-            return functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+            return functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction=reduction)
 
 
-class _CompiledLoss(nn.Module):
+class _Loss(nn.Module):
     def __init__(self, model: LanguageModel) -> None:
         super().__init__()
         self.model = model
 
-    @torch.compile
     def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
         return self.model.loss(ids, labels)
 
 
-def make_model(model: str, text: Text, objective: str, seed: int, micro_batches: Iterable[int] = ()) -> LanguageModel:
+class _CompiledLoss(_Loss):
+    forward = torch.compile(_Loss.forward)
+
+
+def make_model(
+    model: str, text: Text, objective: str, seed: int, micro_batches: Iterable[int], *, compiled: bool = False
+) -> LanguageModel:
     """Return a new model on the text's device, drawn by ``seed``.
 
-    On a GPU, micro-batches of the given numbers of rows run as CUDA graphs of the compiled loss, one forward and one
-    backward: launched one by one, the kernels of so small a model take the host five times as long as the GPU.
+    On a GPU, micro-batches of the given numbers of rows run as CUDA graphs, one forward and one backward: launched one
+    by one, the kernels of so small a model take the host five times as long as the GPU.
+
+    Args:
+        compiled: whether the graphs are of compiled kernels, which takes half a minute for each process and size.
     """
     torch.manual_seed(seed)
     made = LanguageModel(model, len(text.unigram), text.train.shape[1], causal=objective == CAUSAL)
@@ -154,7 +162,7 @@ def make_model(model: str, text: Text, objective: str, seed: int, micro_batches:
     if text.train.is_cuda:
         for rows in micro_batches:
             sample = inputs_and_labels(text.train[:rows], objective, text.mask, seed)
-            made.graphs[rows] = torch.cuda.make_graphed_callables(_CompiledLoss(made), sample)
+            made.graphs[rows] = torch.cuda.make_graphed_callables((_CompiledLoss if compiled else _Loss)(made), sample)
     return made
 
 

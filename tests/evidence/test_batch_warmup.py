@@ -101,13 +101,13 @@ class Watched:
 def watched(monkeypatch: pytest.MonkeyPatch, setting: Setting, text: Text, found: NoiseScale | None = None) -> Watched:
     """Train, where the meter says ``found``."""
     spans: list[tuple[int, int]] = []
-    accumulate = batch_warmup._accumulate
+    accumulate = batch_warmup.accumulate
 
     def recorded(model: Any, examples: Any, first: int, batch: int, k: int) -> None:
         spans.append((first, batch))
         accumulate(model, examples, first, batch, k)
 
-    monkeypatch.setattr(batch_warmup, "_accumulate", recorded)
+    monkeypatch.setattr(batch_warmup, "accumulate", recorded)
     if found is not None:
         monkeypatch.setattr(batch_warmup.ds_vrgd.NoiseScaleMeter, "estimate", lambda self: found)
     row = train(setting, text)
@@ -169,14 +169,14 @@ def test_a_run_learns_repeats_bit_for_bit_and_ends_at_its_target(text: Text) -> 
 def test_a_meter_continues_at_another_batch(text: Text) -> None:
     """The noise scale is of single examples, so that the estimates of two batches may be averaged."""
     setting = dataclasses.replace(TINY, decay=1.0)
-    model = batch_warmup.make_model("toy", text, "causal", 0)
+    model = batch_warmup.make_model("toy", text, "causal", 0, [])
     optimizer = batch_warmup.make_optimizer("VRAdamW", model, 0.0, 0.9, gamma=ALMOST_1)
     examples = text.train[:, :-1], text.train[:, 1:]
 
     def estimate(meter: NoiseScaleMeter, batch: int) -> float:
         """Measure the first 256 examples at rate 0."""
         for first in range(0, 256, batch):
-            batch_warmup._accumulate(model, examples, first, batch, 8)
+            batch_warmup.accumulate(model, examples, first, batch, 8)
             optimizer.step()
             optimizer.zero_grad()
             meter.update(optimizer)
