@@ -110,7 +110,7 @@ def test_the_plan_gives_all_optimizers_the_same_beta1_and_each_pair_one_start() 
         betas = [{one.beta1 for one in plan if one.optimizer == name} for name in (*TWINS, *language.RATES)]
         assert betas == [betas[0]] * 6
         assert all(one.examples % one.batch == one.batch % one.k == 0 for one in plan)
-    assert {(one.batch, one.k) for one in language.TASKS} >= {(1024, 32), (16384, 32), (4096, 64)}
+    assert {(one.batch, one.k) for one in language.TASKS} >= {(1024, 32), (16384, 32), (2048, 64)}
 
 
 def test_a_twin_and_its_base_have_equal_grids_when_all_is_done(full: list[Row]) -> None:
@@ -135,7 +135,8 @@ def test_what_is_reported_was_not_tuned_on_and_is_the_best_of_the_grid(full: lis
         assert all(set(arm.rows) == set(REPORTED) for arm in (*at_default, *tuned))
         assert tuned[0].rate == 2e-3 * math.sqrt(2.0), "a half step"
         assert tuned[1].rate == pytest.approx(2e-3 * 4.0 * math.sqrt(2.0)), "5 is nearer to 5.7 than to 4"
-        labels = {arm.label for arm in tuned[2:]}
+        assert len(tuned) == 2
+        labels = {arm.label for arm in at_default[2:]}
         wanted = {f"VRAdamW, {name}" for name in CONTROLS} | {
             "AdamW, warm-up 0.35",
             "AdamW, beta2 0.98",
@@ -149,25 +150,18 @@ def test_a_control_starts_where_its_twin_ended_and_is_tuned_as_well(full: list[R
     twin = [row for row in at_first_task if row["optimizer"] == "VRAdamW" and row["control"] == "none"]
     for name in CONTROLS:
         rows = [row for row in at_first_task if row["optimizer"] == "VRAdamW" and row["control"] == name]
-        assert best_point(rows, language.BETAS) == best_point(twin, language.BETAS)
-        beta1, rate = best_point(twin, language.BETAS)
-        tried = sorted({row["rate"] / rate for row in rows if row["beta1"] == beta1})
+        assert {row["beta1"] for row in rows} == {BETA1}
+        point = best_point(twin, (BETA1,))
+        assert best_point(rows, (BETA1,)) == point
+        tried = sorted({row["rate"] / point[1] for row in rows})
         assert tried == pytest.approx([0.5, math.sqrt(0.5), 1.0, math.sqrt(2.0), 2.0])
-
-
-def test_the_controls_at_a_tuned_beta1_come_last(full: list[Row]) -> None:
-    order = language.follow_up("full", full)
-    last = [one.control != "none" and one.beta1 != BETA1 for one in order]
-    assert True in last
-    assert all(not is_original(dataclasses.asdict(one)) for one in order[last.index(True) :])
-    assert not any(one.control != "none" and one.beta1 == BETA1 for one in order[last.index(True) :])
 
 
 def test_the_report_finds_every_row_of_a_sweep_again(full: list[Row], tmp_path: Path) -> None:
     kept = {"environments": [], "rows": [{"size": "full", **row} for row in full]}
     (tmp_path / "language.json").write_text(json.dumps(kept))
     rows = Rows(tmp_path / "language.json")
-    assert len(rows.of("full", called_for(language.EXPERIMENT, "full", rows))) == len(full) > 1500
+    assert len(rows.of("full", called_for(language.EXPERIMENT, "full", rows))) == len(full) > 1000
 
 
 def test_no_reported_seed_is_called_for_before_the_tuning_has_ended() -> None:
@@ -196,13 +190,13 @@ def test_the_table_has_loss_difference_error_and_seeds(full: list[Row]) -> None:
     ]
     text = "\n".join(tables(changed))
     first = of_task(changed, language.TASKS[0])
-    arms = {arm.label: arm for arm in comparisons(first, "AdamW")[1]}
+    arms = {arm.label: arm for arm in comparisons(first, "AdamW")[0]}
     values = paired(arms["VRAdamW, permuted"].rows, arms["AdamW"].rows)
     mean, error = statistics.fmean(values), statistics.stdev(values) / math.sqrt(5)
     assert error == pytest.approx(0.01 * math.sqrt(1.2 / 5))
     loss = statistics.fmean(row["final"] for row in arms["VRAdamW, permuted"].rows.values())
     rate = arms["VRAdamW, permuted"].rate
-    line = f"| VRAdamW, permuted | 0.8, tuned | {rate:.3g} | {loss:.3f} | {mean:+.3f} ± {error:.3f} | 5 of 5 |"
+    line = f"| VRAdamW, permuted | 0.9 | {rate:.3g} | {loss:.3f} | {mean:+.3f} ± {error:.3f} | 5 of 5 |"
     assert line in text
     assert "Unigram entropy 6.900" in text
     assert "plateau)" in "\n".join(tables([{**row, "entropy": 6.0} for row in full]))
