@@ -13,7 +13,6 @@ from ds_vrgd.kernels.blocks import BlockTable
 from ds_vrgd.kernels.records import AdamNumbers, Columns, MomentumNumbers, RatioNumbers, ShardCall, Tensors
 from ds_vrgd.moments import Comparison, ShardLayout
 from ds_vrgd.moments.chan import merge_chunks_
-from ds_vrgd.moments.compare import Part
 
 # Chunks of a micro-batch, and so shards of a model.
 RANKS = 2
@@ -106,8 +105,8 @@ def _compare(ranks: int) -> Make:
     def make(layout: ShardLayout, device: torch.device) -> Callable[[], Any]:
         received = torch.randn(ranks, layout.numel, device=device, dtype=torch.bfloat16)
         comparison = Comparison([layer.name for layer in layout.layers], range(ranks), None, ranks)
-        part = Part([(s.start, s.numel, s.layer, s.first) for s in layout.segments])
-        return lambda: comparison.add(received, part)
+        runs = [(s.start, s.numel, s.layer, s.first) for s in layout.segments]
+        return lambda: comparison.add(received, "shard", lambda: runs)
 
     return make
 

@@ -6,7 +6,7 @@ in :mod:`ds_vrgd.moments.chan`: where the ranks nearly agree, the difference of 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -139,26 +139,6 @@ def add_rows_(rows: Tensor, runs: Iterable[Run], found: RankSums) -> None:
         found.peak[layer] = torch.maximum(found.peak[layer], bits | ((where + first) & 0xFFFFFFFF))
 
 
-class Part:
-    """The columns of one buffer that is compared in every step, by layer.
-
-    Args:
-        runs: as in :func:`add_rows_`.
-    """
-
-    def __init__(self, runs: Sequence[Run]) -> None:
-        self.runs = tuple(runs)
-        self._columns: Any = None
-
-    def columns(self, device: torch.device) -> Any:
-        """Return the same for the kernel, made once."""
-        if self._columns is None:
-            from ds_vrgd.kernels.compare import Columns
-
-            self._columns = Columns(self.runs, device)
-        return self._columns
-
-
 class Comparison:
     """The sums of a window over its micro-batches, on this rank's elements.
 
@@ -178,50 +158,53 @@ class Comparison:
     def __init__(self, names: Sequence[str], ranks: Sequence[int], group: Any, at_once: int) -> None:
         self.names, self.ranks, self.group, self.at_once = tuple(names), tuple(ranks), group, at_once
         self.across: Comparison | None = None
-        self._sums: Tensor | None = None
-        self._peak: Tensor | None = None
+        self._held: tuple[Tensor, Tensor] | None = None  # sums and peaks, as in views()
+        self._runs: dict[Hashable, Any] = {}  # of each buffer: for the kernel, or for add_rows_()
         self._is_clear, self._by_kernel = True, False
 
-    def _open(self, device: torch.device) -> RankSums:
-        """Return the sums, zero where a window begins."""
-        if self._sums is None or self._peak is None:
+    def _open(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Return sums and peaks, zero where a window begins."""
+        if self._held is None:
             layers, ranks = len(self.names), len(self.ranks)
-            self._sums = torch.zeros(layers, columns_of(ranks), dtype=SUM_DTYPE, device=device)
-            self._peak = torch.zeros(layers, 2, ranks, dtype=torch.long, device=device)
+            sums = torch.zeros(layers, columns_of(ranks), dtype=SUM_DTYPE, device=device)
+            self._held = sums, torch.zeros(layers, 2, ranks, dtype=torch.long, device=device)
             self._by_kernel = kernels.usable(torch.empty(0, dtype=torch.float32, device=device))
         elif self._is_clear:
-            self._sums.zero_()
-            self._peak.zero_()
+            for held in self._held:
+                held.zero_()
         self._is_clear = False
-        return views(self._sums, self._peak)
+        return self._held
 
     @property
     def device(self) -> torch.device | None:
         """Return where the gradients are that were compared; None before the first."""
-        return None if self._sums is None else self._sums.device
+        return None if self._held is None else self._held[0].device
 
-    def add(self, rows: Tensor, part: Part) -> None:
+    def add(self, rows: Tensor, buffer: Hashable, runs: Callable[[], Sequence[Run]]) -> None:
         """Add one micro-batch of a buffer.
 
         Args:
             rows: ``(k, n)``, any floating dtype; the elements of a row are neighbours.
-            part: which columns belong to which layer.
+            buffer: stands for the buffer in all windows. Another layout or dtype makes another buffer.
+            runs: returns which columns belong to which layer, as in :func:`add_rows_`; called once for each buffer.
         """
-        found = self._open(rows.device)
+        sums, peak = self._open(rows.device)
         if self._by_kernel and rows.dtype != torch.float64:
-            from ds_vrgd.kernels.compare import compare_rows
+            from ds_vrgd.kernels.compare import Columns, compare_rows
 
-            assert self._sums is not None
-            columns = part.columns(rows.device)
-            compare_rows(rows, columns, self._sums, found.peak, SKETCH, LARGEST, LEAST_SHARE)
+            if buffer not in self._runs:
+                self._runs[buffer] = Columns(runs(), rows.device)
+            compare_rows(rows, self._runs[buffer], sums, peak, SKETCH, LARGEST, LEAST_SHARE)
         else:
-            add_rows_(rows, part.runs, found)
+            if buffer not in self._runs:
+                self._runs[buffer] = runs()
+            add_rows_(rows, self._runs[buffer], views(sums, peak))
 
     def drop(self, layers: Sequence[int]) -> None:
         """Forget this window's gradients of some layers."""
-        if self._sums is not None and self._peak is not None and not self._is_clear:
-            self._sums[list(layers)] = 0.0
-            self._peak[list(layers)] = 0
+        if self._held is not None and not self._is_clear:
+            for held in self._held:
+                held[list(layers)] = 0
 
     def clear(self) -> None:
         """Begin the next window."""
@@ -235,10 +218,7 @@ class Comparison:
         Args:
             device: where the ranks can communicate.
         """
-        self._open(device)
-        assert self._sums is not None
-        assert self._peak is not None
-        sums, peak = self._sums.to(device, copy=True), self._peak.to(device, copy=True)
+        sums, peak = (held.to(device, copy=True) for held in self._open(device))
         if self.group is not None:
             torch.distributed.all_reduce(sums, group=self.group)
             torch.distributed.all_reduce(peak, op=torch.distributed.ReduceOp.MAX, group=self.group)

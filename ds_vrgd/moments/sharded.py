@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ds_vrgd.moments.buckets import Bucket, Buffer, Route, cut_into_buckets
 from ds_vrgd.moments.chan import Moments, zeros_like
-from ds_vrgd.moments.compare import Comparison, Part, Run
+from ds_vrgd.moments.compare import Comparison, Run
 from ds_vrgd.moments.groups import NodeGroups, SequenceGroups
 from ds_vrgd.moments.hooks import value_of
 from ds_vrgd.moments.norms import ChunkNorms
@@ -104,7 +104,6 @@ class ShardedMoments:
         first, peers = self._groups.rank - self._groups.index, self._groups.per_node
         self._rows = [] if sequences is None else sequences.rows(range(first, first + peers))
         self.comparison = self._compared() if compares else None
-        self._parts: dict[Bucket, Part] = {}
         self._bucket_numel, self._in_flight, self._eager, self._held_back = bucket_numel, in_flight, eager, False
         self._buckets: list[Bucket] = []
         self._bucket_of: dict[Tensor, int] = {}
@@ -142,7 +141,7 @@ class ShardedMoments:
         groups, across = self._groups, self.comparison and self.comparison.across
         assert across is not None
         base = sum(bucket.regions[groups.index : groups.rank : groups.per_node])
-        across.add(totals, Part(self._runs(bucket, [groups.rank], base)))
+        across.add(totals, bucket, lambda: self._runs(bucket, [groups.rank], base))
 
     def _prepare(self) -> None:
         """Cut the routes into buckets; at the first gradient, when devices and dtypes are final."""
@@ -159,9 +158,6 @@ class ShardedMoments:
             self._store = NodeStore(self._buckets, self._groups, self._streams, chunks, variance=self._variance)
             if self.comparison is not None:
                 self._store.compare = self._compare_nodes
-        if self.comparison is not None:
-            column = range(self._groups.index, self._groups.ranks, self._groups.per_node)
-            self._parts = {bucket: Part(self._runs(bucket, column)) for bucket in self._buckets}
 
     def _buffer(self, purpose: str, bucket: Bucket) -> Buffer:
         """Return a buffer that is large enough ``"to send"`` or ``"to receive"`` any bucket of this dtype."""
@@ -289,7 +285,8 @@ class ShardedMoments:
                 rows = self._sequences.join(rows, self._rows)
             self._store.merge(bucket, rows, self._micro_batches)
             if self.comparison is not None:
-                self.comparison.add(rows, self._parts[bucket])
+                column = range(self._groups.index, self._groups.ranks, self._groups.per_node)
+                self.comparison.add(rows, bucket, lambda: self._runs(bucket, column))
         if work is None:
             sent.free = self._streams.mark(sent.free)
         else:

@@ -12,7 +12,6 @@ from ds_vrgd.moments.compare import (
     LARGEST,
     SKETCH,
     Comparison,
-    Part,
     RankSums,
     add_rows_,
     columns_of,
@@ -135,18 +134,18 @@ def test_products_of_sketches_estimate_those_of_deviations() -> None:
 
 def test_a_window_sums_its_micro_batches_and_begins_anew() -> None:
     comparison = Comparison(["a", "b"], [0, 1, 2], None, 3)
-    part = Part([(0, 10, 0, 0), (10, 6, 1, 0)])
+    runs = [(0, 10, 0, 0), (10, 6, 1, 0)]
     first, second = rows_of(3, 16), rows_of(3, 17)[:, :16].contiguous()
     for _ in range(2):
-        comparison.add(first, part)
-        comparison.add(second, part)
+        for rows in (first, second):
+            comparison.add(rows, "buffer", lambda: runs)
         found, expected = comparison.totals(torch.device("cpu")), empty(2, 3)
         for rows in (first, second):
-            add_rows_(rows, part.runs, expected)
+            add_rows_(rows, runs, expected)
         assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
         comparison.clear()
     assert not comparison.totals(torch.device("cpu")).gram.any()
-    comparison.add(first, part)
+    comparison.add(first, "buffer", lambda: runs)
     comparison.drop([1])
     found = comparison.totals(torch.device("cpu"))
     assert found.gram[0].any()

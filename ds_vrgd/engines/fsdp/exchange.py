@@ -14,7 +14,7 @@ from torch import Tensor
 from ds_vrgd.engines.fsdp.units import Unit
 from ds_vrgd.moments import ChunkNorms, Moments, local
 from ds_vrgd.moments.chan import merge_chunks_, merge_ranks_, merge_zeros_, zeros_like
-from ds_vrgd.moments.compare import Comparison, Part
+from ds_vrgd.moments.compare import Comparison, Run
 from ds_vrgd.moments.store import on_device_of
 
 
@@ -55,7 +55,6 @@ class UnitExchange:
         self.unit, self.observed, self.parts = unit, observed, 0
         self._reduces: Any = weakref.WeakMethod(reduces)
         self._norms, self._comparison, self._layers = norms, comparison, layers
-        self._compared: Part | None = None
         self._held: tuple[Tensor, Tensor] | None = None
         self._views: dict[Tensor, tuple[Tensor, Tensor]] = {}
         self._slots: list[tuple[Tensor, int, int]] = []
@@ -120,21 +119,15 @@ class UnitExchange:
                 output_tensor.div_(divisor)
         if reduces is not None:
             if self._comparison is not None:
-                self._compare(self._comparison, rows)
+                self._lay_out(rows.shape[1])
+                self._comparison.add(rows, (self.unit, self._slots_of), self._runs)
             self._count(output_tensor)
 
-    def _compare(self, comparison: Comparison, rows: Tensor) -> None:
-        """Compare the ranks' gradients in a micro-batch."""
-        self._lay_out(rows.shape[1])
-        if self._compared is None:
-            starts = itertools.accumulate((slot for _, _, slot in self._slots), initial=0)
-            runs = [
-                (start, numel, *self._layers[param])
-                for (param, numel, _), start in zip(self._slots, starts, strict=False)
-                if numel
-            ]
-            self._compared = Part(runs)
-        comparison.add(rows, self._compared)
+    def _runs(self) -> list[Run]:
+        """Return which columns of this rank's row belong to which layer."""
+        starts = itertools.accumulate((slot for _, _, slot in self._slots), initial=0)
+        found = zip(self._slots, starts, strict=False)
+        return [(start, numel, *self._layers[param]) for (param, numel, _), start in found if numel]
 
     def merge_alone(self) -> None:
         """Merge what a single rank has kept of its own micro-batch, at the end of the backward pass."""
@@ -172,7 +165,7 @@ class UnitExchange:
 
     def _lay_out(self, width: int) -> None:
         """Find where each parameter is in this rank's row of ``width`` elements, where that may have changed."""
-        trained = width, [param.requires_grad for param in self.unit.params]
+        trained = width, *(param.requires_grad for param in self.unit.params)
         if trained == self._slots_of:
             return
         self._slots = self.unit.slots
@@ -182,7 +175,7 @@ class UnitExchange:
                 f"that are trained: some got no gradient in this backward pass, and torch {torch.__version__} does not "
                 "report which. Use torch 2.13 or newer, or freeze the parameters that take no part"
             )
-        self._slots_of, self._compared = trained, None
+        self._slots_of = trained
 
     def _cut(self) -> dict[Tensor, tuple[Tensor, Tensor]]:
         """Return both moments of each parameter that has any: views, made once in a window."""

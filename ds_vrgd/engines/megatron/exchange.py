@@ -12,7 +12,7 @@ from torch.nn.functional import pad
 
 from ds_vrgd.moments import ChunkNorms, Moments
 from ds_vrgd.moments.chan import merge_chunks_
-from ds_vrgd.moments.compare import Comparison, Part, Run
+from ds_vrgd.moments.compare import Comparison, Run
 from ds_vrgd.moments.streams import Streams
 
 
@@ -62,7 +62,6 @@ class BucketExchange:
         self._streams = Streams(bucket_group.buckets[0].grad_data.device)
         self._held: dict[Any, tuple[Tensor, Tensor | None]] = {}
         self._comparison, self._layers = comparison, layers
-        self._compared: dict[Any, Part] = {}
         if isinstance(earlier := self.of(bucket_group), BucketExchange):
             earlier.detach()
         bucket_group.start_grad_sync = self.start
@@ -127,9 +126,7 @@ class BucketExchange:
         else:
             torch.sum(rows, 0, dtype=wide, out=total).div_(self._ranks)
         if self._comparison is not None:
-            if bucket not in self._compared:
-                self._compared[bucket] = Part(self._runs(bucket, width))
-            self._comparison.add(rows, self._compared[bucket])
+            self._comparison.add(rows, bucket, lambda: self._runs(bucket, width))
         if self._is_sharded:
             data[self._rank * width : (self._rank + 1) * width].copy_(total)
         else:
