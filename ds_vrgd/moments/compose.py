@@ -38,6 +38,7 @@ class CombinedMoments:
         self._rest = rest
         self._own, self._tensors, self._runs = dict(own), dict(tensors), list(runs)
         self._all: list[Exchange] = [*([] if rest is None else [rest]), *dict.fromkeys(self._own.values())]
+        self.chunks_at_once = self._all[0].chunks_at_once
 
     def add(self, param: Tensor, grad: Tensor, *, keep: bool = False) -> None:
         """Take one gradient of one parameter, before any reduction."""
@@ -89,11 +90,6 @@ class CombinedMoments:
                 moments.total[start : start + key.numel()] = own.total
                 moments.m2[start : start + key.numel()] = own.m2
         return moments
-
-    @property
-    def chunks_at_once(self) -> int:
-        """Return the number of chunks of a micro-batch, over all ranks, of the first exchange."""
-        return self._all[0].chunks_at_once
 
     def held_bytes(self) -> tuple[int, int]:
         """Return the bytes held now, outside a micro-batch: of moments, and of buffers."""

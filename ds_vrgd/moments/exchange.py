@@ -15,17 +15,18 @@ class WindowMoments(Protocol):
 
     This is what everybody reads, whatever feeds it: gradients one by one (:class:`Exchange`), or the flat buffers in
     which FSDP2 and Megatron-Core reduce several parameters at once.
+
+    Attributes:
+        chunks_at_once: the number of chunks of a micro-batch, over all ranks.
     """
+
+    chunks_at_once: int
 
     def finish(self) -> int:
         """Complete the moments of all chunks so far and return their number k over all ranks; a collective."""
 
     def moments(self, tensor: Tensor) -> Moments:
         """Return the moments that belong to one of the optimizer's tensors, flat; after :meth:`finish`."""
-
-    @property
-    def chunks_at_once(self) -> int:
-        """Return the number of chunks of a micro-batch, over all ranks."""
 
     def held_bytes(self) -> tuple[int, int]:
         """Return the bytes held now, outside a micro-batch: of moments, and of buffers."""

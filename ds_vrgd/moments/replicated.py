@@ -66,6 +66,7 @@ class ReplicatedMoments:
         self._params, self._group, self._norms, self._sequences = list(params), group, norms, sequences
         self._sharing = 1 if sequences is None else sequences.size  # ranks that hold the same chunks
         self.ranks = 1 if group is None else torch.distributed.get_world_size(group)
+        self.chunks_at_once = self.ranks // self._sharing
         self._held: dict[Tensor, _Held] = {}
         self._flats: list[tuple[Tensor, Tensor]] = []
         self._chunks, self._micro_batches, self._merged = 0, 0, False
@@ -185,11 +186,6 @@ class ReplicatedMoments:
         """Return the moments of one parameter, flat, over all k chunks; after :meth:`finish`."""
         held = self._held[tensor]
         return Moments(held.total, held.m2, max(self._chunks // self.chunks_at_once, 1))
-
-    @property
-    def chunks_at_once(self) -> int:
-        """Return the number of chunks of a micro-batch, over all ranks."""
-        return self.ranks // self._sharing
 
     @property
     def any_chunks(self) -> bool:

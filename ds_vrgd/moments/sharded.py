@@ -101,6 +101,7 @@ class ShardedMoments:
         self._norms = norms
         self._groups = nodes or NodeGroups.single(group)
         self._sequences, self._variance = sequences, variance
+        self.chunks_at_once = self._groups.ranks // (1 if sequences is None else sequences.size)
         first, peers = self._groups.rank - self._groups.index, self._groups.per_node
         self._rows = [] if sequences is None else sequences.rows(range(first, first + peers))
         self.comparison = self._compared() if compares else None
@@ -315,11 +316,6 @@ class ShardedMoments:
             self._finished = self._micro_batches
         self._streams.join()
         return self._micro_batches * self.chunks_at_once
-
-    @property
-    def chunks_at_once(self) -> int:
-        """Return the number of chunks of a micro-batch, over all ranks."""
-        return self._groups.ranks // (1 if self._sequences is None else self._sequences.size)
 
     def moments(self, tensor: Tensor) -> Moments:
         """Return the moments over all k chunks, laid out as the shard ``tensor``; 0 in its padding.
