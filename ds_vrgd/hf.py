@@ -21,8 +21,8 @@ need("hf", "transformers", "accelerate")
 from transformers import TrainerCallback  # noqa: E402
 
 from ds_vrgd.engines import attach  # noqa: E402
-from ds_vrgd.noise import NoiseScaleMeter, NoiseScaleUnknown, find_optimizer, gsnr_stats  # noqa: E402
-from ds_vrgd.optim import VROptimizer, world  # noqa: E402
+from ds_vrgd.noise import NoiseScaleMeter, NoiseScaleUnknown, gsnr_stats  # noqa: E402
+from ds_vrgd.optim import VROptimizer, find_optimizer, world  # noqa: E402
 
 Trainer = Any
 

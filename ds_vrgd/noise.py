@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ds_vrgd import gsnr
-from ds_vrgd.optim import LayerStatistics, RankReport, VROptimizer
+from ds_vrgd.optim import LayerStatistics, RankReport, find_optimizer
 
 DECAY, CONFIDENCE = 0.99, 0.95
 
@@ -95,20 +95,6 @@ def _noise_below(bound: float, k: int) -> float:
         term *= cosine**2 * (power + 1) / (power + 2)
     total *= math.sin(angle)
     return (angle + total) * 2.0 / math.pi if odd else total
-
-
-def find_optimizer(engine_or_optimizer: Any) -> VROptimizer:
-    """Return the optimizer of ds_vrgd inside an engine or a wrapper, or the argument itself.
-
-    Raises:
-        TypeError: there is none.
-    """
-    seen: Any = engine_or_optimizer
-    while seen is not None and not isinstance(seen, VROptimizer):
-        seen = getattr(seen, "basic_optimizer", None) or getattr(seen, "optimizer", None)
-    if seen is None:
-        raise TypeError(f"{type(engine_or_optimizer).__name__} holds no optimizer of ds_vrgd")
-    return seen
 
 
 def _measured(engine_or_optimizer: Any) -> list[LayerStatistics]:

@@ -120,7 +120,7 @@ def test_an_experts_noise_is_of_its_own_chunks() -> None:
     gamma = torch.tensor([0.1, 0.1], dtype=torch.float64)
     part = LayerStatistics(LayerTable([layout], torch.device("cpu")), 16, gamma, column, column, column, column, column)
     optimizer = VRSGD([nn.Parameter(torch.ones(3))], lr=0.0)
-    optimizer.merge_statistics(lambda _: [part])
+    optimizer.layer_statistics = [part]
     layers = ds_vrgd.gsnr_stats(optimizer).layers
     for name, k in (("expert", 8), ("dense", 16)):
         assert (layers[name].noise_low, layers[name].noise_high) == ds_vrgd.clamped_by_noise(k, 0.1)

@@ -6,7 +6,7 @@ from ds_vrgd.moments.compare import Comparison
 from ds_vrgd.moments.compose import CombinedMoments, CopiedMoments
 from ds_vrgd.moments.exchange import Exchange, WindowMoments
 from ds_vrgd.moments.groups import NodeGroups, SequenceGroups
-from ds_vrgd.moments.hooks import Discards, GradientHook, value_of, zeros_among
+from ds_vrgd.moments.hooks import Discards, GradientHook, value_of, weakly, zeros_among
 from ds_vrgd.moments.layout import SUM_DTYPE, Layer, LayerTable, Ranks, Segment, ShardLayout, is_dtensor, local
 from ds_vrgd.moments.norms import ChunkNorms
 from ds_vrgd.moments.replicated import ReplicatedMoments
@@ -36,5 +36,6 @@ __all__ = [
     "is_dtensor",
     "local",
     "value_of",
+    "weakly",
     "zeros_among",
 ]

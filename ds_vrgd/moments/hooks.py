@@ -18,6 +18,16 @@ def value_of(grad: Tensor) -> Tensor:
     return grad.detach() if grad.requires_grad else grad
 
 
+def weakly(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a bound method as a hook that does not keep its object alive, and does nothing without it."""
+    of_object = weakref.WeakMethod(method)
+
+    def call(*args: Any) -> Any:
+        return None if (bound := of_object()) is None else bound(*args)
+
+    return call
+
+
 class GradientHook:
     """Hands an observer each gradient that autograd is about to accumulate in a parameter's ``.grad``.
 
@@ -34,7 +44,7 @@ class GradientHook:
 
     def __init__(self, param: Tensor, take: Callable[[Tensor, Tensor], None]) -> None:
         self._param = weakref.ref(param)
-        self._take: Callable[[], Callable[[Tensor, Tensor], None] | None] = weakref.WeakMethod(take)
+        self._take = weakly(take)
         self._handle = param.register_hook(self._arm)
 
     def _arm(self, grad: Tensor) -> None:
@@ -45,14 +55,13 @@ class GradientHook:
             node.register_prehook(self._see)
 
     def _see(self, grads: tuple[Any, ...]) -> None:
-        param, take = self._param(), self._take()
-        if param is not None and take is not None and grads[0] is not None:
-            take(param, grads[0])
+        if (param := self._param()) is not None and grads[0] is not None:
+            self._take(param, grads[0])
 
     def remove(self) -> None:
         """Show no more gradients, not even of a backward pass that is under way."""
         self._handle.remove()
-        self._take = lambda: None
+        self._take = lambda param, grad: None
 
 
 def zeros_among(params: Iterable[Tensor]) -> list[Tensor]:

@@ -4,7 +4,7 @@ from ds_vrgd.optim.adam import VRAdam, VRAdamW
 from ds_vrgd.optim.lamb import LAMB, VRLAMB
 from ds_vrgd.optim.lars import LARS, VRLARS
 from ds_vrgd.optim.observer import LayerStatistics, Observer
-from ds_vrgd.optim.optimizer import VROptimizer, allocate_state_only, unused_over
+from ds_vrgd.optim.optimizer import VROptimizer, allocate_state_only, find_optimizer, unused_over
 from ds_vrgd.optim.ranks import RankError, RankEvent, RankReport, RankWatch
 from ds_vrgd.optim.sgd import VRSGD, VRMomentum
 
@@ -31,5 +31,6 @@ __all__ = [
     "VRMomentum",
     "VROptimizer",
     "allocate_state_only",
+    "find_optimizer",
     "unused_over",
 ]

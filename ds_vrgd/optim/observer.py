@@ -42,25 +42,16 @@ class Observer(Protocol):
     Attributes:
         ranks: the ranks over which the tensors' layers are cut.
         window: number of the window that is open; a window is what one optimizer step sees.
+        unused: whether no engine has been built around the optimizer, and no window has ended.
+        judges: whether a window with a gradient that is not finite is left out also where GSNR is off.
+        comparison: of the ranks in this window; None where no rank sees the gradients of others, or nobody watches.
     """
 
     ranks: Ranks
     window: int
-
-    @property
-    def unused(self) -> bool:
-        """Return whether no engine has been built around the optimizer, and no window has ended."""
-        return False
-
-    @property
-    def judges(self) -> bool:
-        """Return whether a window with a gradient that is not finite is left out also where GSNR is off."""
-        return False
-
-    @property
-    def comparison(self) -> Comparison | None:
-        """Return the comparison of the ranks in this window; None where no rank sees the gradients of others."""
-        return None
+    unused: bool = False
+    judges: bool = False
+    comparison: Comparison | None = None
 
     def detach(self) -> None:
         """Remove all hooks, for good: another observer has taken this one's place, or the engine is gone."""
@@ -184,11 +175,6 @@ class Shard:
         """Return this rank's part of a state tensor."""
         return local(self.state[key])
 
-    def apply_scale(self) -> None:
-        """Multiply the scale into the gradient."""
-        if self.scale is not None:
-            self.grad, self.scale = self.grad * self.scale, None
-
     @property
     def average_dtype(self) -> torch.dtype:
         """Return the dtype that the group's ``gsnr_dtype`` names: bf16, or the weights' own dtype."""
@@ -245,10 +231,6 @@ class LayerStatistics:
         """Return the indices of the layers that have elements; a layer without any has no ratio."""
         layers = (layer for layout in self.table.layouts for layer in layout.layers)
         return [index for index, layer in enumerate(layers) if layer.numel]
-
-    def count(self, low: Tensor, high: Tensor) -> None:
-        """Take the number of clamped elements of every layer."""
-        self.clamped_low, self.clamped_high = low / self.table.numels, high / self.table.numels
 
 
 def by_group(shards: Sequence[Shard]) -> list[list[Shard]]:

@@ -50,6 +50,20 @@ def unused_over(params: Iterable[Tensor]) -> VROptimizer | None:
     return None
 
 
+def find_optimizer(engine_or_optimizer: Any) -> VROptimizer:
+    """Return the optimizer of ds_vrgd inside an engine or a wrapper, or the argument itself.
+
+    Raises:
+        TypeError: there is none.
+    """
+    seen: Any = engine_or_optimizer
+    while seen is not None and not isinstance(seen, VROptimizer):
+        seen = getattr(seen, "basic_optimizer", None) or getattr(seen, "optimizer", None)
+    if seen is None:
+        raise TypeError(f"{type(engine_or_optimizer).__name__} holds no optimizer of ds_vrgd")
+    return seen
+
+
 class VROptimizer(Rule, torch.optim.Optimizer):
     """The base class of all optimizers of this package.
 
@@ -65,6 +79,8 @@ class VROptimizer(Rule, torch.optim.Optimizer):
         defaults: the arguments of param groups.
 
     Attributes:
+        observer: the adapter of the engine, which provides layouts and moments.
+        layer_statistics: the measurements of the last step, one per call; none before the first, or with ``gamma=1``.
         overflow: whether the last step was left out because a gradient was not finite. DeepSpeed's engine reads it, as
             it does its own wrappers': the step counts as skipped, and the schedule waits.
 
@@ -75,6 +91,7 @@ class VROptimizer(Rule, torch.optim.Optimizer):
 
     #: False for the optimizers that never reduce variance: gamma is 1 in all their groups.
     reduces_variance: ClassVar[bool] = True
+    observer: Observer
 
     def __new__(cls, *args: Any, **arguments: Any) -> Self:
         """Refuse unknown arguments with a message that says what was probably meant."""
@@ -101,11 +118,10 @@ class VROptimizer(Rule, torch.optim.Optimizer):
         _made.add(self)
 
     def _begin(self) -> None:
-        self._observer: Observer | None = None
         self._off: dict[int, dict[str, Any]] = {}  # the groups that are not observed
         self._observes = False  # whether any group is: DeepSpeed calls step() with one group at a time
         self._tables: dict[tuple[int, ...], LayerTable] = {}
-        self._statistics: list[LayerStatistics] = []
+        self.layer_statistics: list[LayerStatistics] = []
         self._statistics_window = self._judged_window = -1
         self._counts: list[Tensor] = []
         self._warned_few_chunks = self._warned_one_chunk = self._announced = self.overflow = False
@@ -116,17 +132,12 @@ class VROptimizer(Rule, torch.optim.Optimizer):
 
     # -- observation and param groups ---------------------------------------------------------------------------------
 
-    @property
-    def observer(self) -> Observer:
-        """Return the adapter of the engine, which provides layouts and moments."""
-        assert self._observer is not None
-        return self._observer
-
     def observe(self, observer: Observer) -> None:
         """Take layouts and moments from ``observer`` from now on; the last observer is detached."""
-        if self._observer is not None and self._observer is not observer:
-            self._observer.detach()
-        self._observer = observer
+        last = vars(self).get("observer")
+        if last is not None and last is not observer:
+            last.detach()
+        self.observer = observer
         self._follow_groups()
 
     def _follow_groups(self) -> None:
@@ -150,8 +161,8 @@ class VROptimizer(Rule, torch.optim.Optimizer):
         try:
             for summing in self._summing([group]):
                 checks.require_whole_layers(type(self).__name__, summing)
-            if self._observer is not None:
-                self._observer.add_group(group)
+            if "observer" in vars(self):
+                self.observer.add_group(group)
         except ValueError:
             self.param_groups.pop()
             raise
@@ -238,11 +249,10 @@ class VROptimizer(Rule, torch.optim.Optimizer):
                 group.setdefault(name, value)
             if not self.reduces_variance:
                 group["gamma"] = 1.0  # the checkpoint may come from an optimizer that does
-        if "_observer" not in self.__dict__:
+        if "observer" not in vars(self):
             self._begin()
-        if self._observer is None:
             self.observe(PlainObserver(self.param_groups))
-        elif self._observer.reload(self.param_groups):
+        elif self.observer.reload(self.param_groups):
             self._follow_groups()
         else:
             self._off = {index: self.param_groups[index] for index in self._off}
@@ -344,11 +354,12 @@ class VROptimizer(Rule, torch.optim.Optimizer):
         """Update the shards of ``work`` pass by pass, and ``plain`` as torch does."""
         reduces = any(passes.shards[0].group["gamma"] < 1.0 for passes in work)
         if reduces and self._statistics_window != self.observer.window:
-            self._statistics, self._statistics_window = [], self.observer.window
+            self.layer_statistics, self._statistics_window = [], self.observer.window
         for passes in work:
             self._update(passes)
         for shard in plain:
-            shard.apply_scale()
+            if shard.scale is not None:
+                shard.grad = shard.grad * shard.scale
         if plain:
             self._update_as_torch(plain)
         if self._counts:
@@ -446,7 +457,8 @@ class VROptimizer(Rule, torch.optim.Optimizer):
         unit = self.observer.unit(self._k) ** 2
         gammas = [shard.group["gamma"] for shard in shards for _ in shard.layout.layers]
         gamma = torch.tensor(gammas, dtype=torch.float64, device="cpu")
-        self._statistics.append(LayerStatistics(table, self._k, gamma, mean, square_sum * unit, variance_sum * unit))
+        found = LayerStatistics(table, self._k, gamma, mean, square_sum * unit, variance_sum * unit)
+        self.layer_statistics.append(found)
         return divisor
 
     def table(self, shards: Sequence[Shard]) -> LayerTable:
@@ -461,17 +473,10 @@ class VROptimizer(Rule, torch.optim.Optimizer):
 
     def _sum_over_ranks(self, columns: Sequence[tuple[LayerTable, Tensor]]) -> list[Tensor]:
         """Return ``columns``, ``(L,)`` each, summed over the ranks that share layers; with them, waiting counts."""
-        totals = self.observer.ranks.sum([*columns, *((self._statistics[-1].table, count) for count in self._counts)])
-        if self._counts:
-            self._statistics[-1].count(*totals[-2:])
-            self._counts = []
-        return totals[: len(columns)]
-
-    def merge_statistics(self, merge: Callable[[Sequence[LayerStatistics]], list[LayerStatistics]]) -> None:
-        """Replace the statistics of the last step by what ``merge`` makes of them: with those of other ranks."""
-        self._statistics = merge(self._statistics)
-
-    @property
-    def layer_statistics(self) -> Sequence[LayerStatistics]:
-        """Return the measurements of the last step, one per call; none before the first, or with ``gamma=1``."""
-        return self._statistics
+        if not self._counts:
+            return self.observer.ranks.sum(columns)
+        found = self.layer_statistics[-1]
+        *totals, low, high = self.observer.ranks.sum([*columns, *((found.table, count) for count in self._counts)])
+        found.clamped_low, found.clamped_high = low / found.table.numels, high / found.table.numels
+        self._counts = []
+        return totals

@@ -21,6 +21,7 @@ from ds_vrgd.moments import (
     ShardLayout,
     is_dtensor,
     local,
+    weakly,
     zeros_among,
 )
 from ds_vrgd.optim import checks, world
@@ -43,6 +44,7 @@ class GradientObserver(Observer):
         self._norms = ChunkNorms()
         self._layouts: dict[Tensor, ShardLayout] = {}
         self._ranks_agree = False
+        self._pass: Callable[[], Any] | None = None
 
     def layout(self, tensor: Tensor) -> ShardLayout:
         """Return the tensor as one layer; a DTensor that has taken a parameter's place in its group, too."""
@@ -119,6 +121,23 @@ class GradientObserver(Observer):
         """Forget the window's chunks with its gradients."""
         self.after_step()
 
+    def after_step(self) -> None:
+        """End the window with the step."""
+        self.window += 1
+        self._norms.clear()
+        if self.comparison is not None:
+            self.comparison.clear()
+
+    def _is_running(self) -> bool:
+        """Return whether an outermost backward pass runs: autograd drops its callbacks when the pass breaks off."""
+        return self._pass is not None and self._pass() is not None
+
+    def _call_at_end(self, end: Callable[[], None]) -> None:
+        """Have the running backward pass call ``end``, which nobody else keeps alive, when it is over."""
+        if not self._is_running():
+            self._pass = weakref.ref(end)
+        torch.autograd.Variable._execution_engine.queue_callback(end)
+
 
 class PlainObserver(GradientObserver):
     """An adapter through hooks on the parameters themselves; a micro-batch ends with its backward pass.
@@ -138,6 +157,7 @@ class PlainObserver(GradientObserver):
         self._handles: list[GradientHook | torch.utils.hooks.RemovableHandle] = []
         self._moments: ReplicatedMoments | None = None
         self._discards = Discards()
+        self.unused = True
         self.reload(groups)
 
     def reload(self, groups: Sequence[dict[str, Any]]) -> bool:
@@ -145,8 +165,7 @@ class PlainObserver(GradientObserver):
         self.detach()
         self._layouts = {}
         self._observed: list[Tensor] = []
-        self._backward = -1
-        self._pass: Callable[[], Any] | None = None
+        self._backward, self._pass = -1, None
         self._unfinished: dict[int, set[Tensor]] = {}
         self._ranks_agree = self._gradients_agree = self._layers_are_whole = False
         for group in groups:
@@ -163,15 +182,9 @@ class PlainObserver(GradientObserver):
             # The gradient of a DTensor has been reduced when it comes to the parameter: `attach` sees it before.
             trained = [param for param in group["params"] if param.requires_grad and not is_dtensor(param)]
             self._observed += trained
-            accumulated = weakref.WeakMethod(self.on_accumulated)  # a hook does not keep its observer alive
-
-            def on_accumulated(param: Tensor) -> None:
-                if (call := accumulated()) is not None:
-                    call(param)
-
             for param in trained:
                 self._handles.append(GradientHook(param, self.on_gradient))
-                self._handles.append(param.register_post_accumulate_grad_hook(on_accumulated))
+                self._handles.append(param.register_post_accumulate_grad_hook(weakly(self.on_accumulated)))
             if self._moments is not None:
                 self._moments.extend(trained)
         self._ranks_agree = self._layers_are_whole = False
@@ -184,11 +197,6 @@ class PlainObserver(GradientObserver):
         self._moments = None
         self._norms.clear()
         self._discards.clear()
-
-    @property
-    def unused(self) -> bool:
-        """Return whether no window has ended."""
-        return self.window == 0
 
     def require_whole_layers(self, optimizer: str, groups: Sequence[dict[str, Any]]) -> None:
         """Require that the parameters are whole layers, once."""
@@ -241,22 +249,12 @@ class PlainObserver(GradientObserver):
         if param.grad is not None:
             self._window().keep_apart(param, param.grad)
 
-    def _is_running(self) -> bool:
-        """Return whether an outermost backward pass runs: autograd drops its callbacks when the pass breaks off."""
-        return self._pass is not None and self._pass() is not None
-
     def _expect_end(self) -> None:
         """Have the running backward pass call back at its end."""
         backward = torch._C._current_graph_task_id()
         if self._backward != backward:
             self._backward = backward
-
-            def end() -> None:
-                self._end_backward(backward)
-
-            if not self._is_running():
-                self._pass = weakref.ref(end)
-            torch.autograd.Variable._execution_engine.queue_callback(end)
+            self._call_at_end(functools.partial(self._end_backward, backward))
 
     def _end_backward(self, backward: int) -> None:
         """End a backward pass, and with it the micro-batch unless the pass ran inside another one."""
@@ -287,13 +285,12 @@ class PlainObserver(GradientObserver):
 
     def announce(self, optimizer: str, k: int) -> None:
         """Report k, layers and parameters on the first rank."""
-        if world.is_first():
-            ranks, numels = self._window().ranks, [param.numel() for param in self._layouts if param.requires_grad]
-            world.announce(
-                f"{optimizer}: k = {k} ({ranks} rank{'s' * (ranks > 1)} x {k // ranks} micro-batches) in the first "
-                f"step; {'DDP' if ranks > 1 else 'one process'}, GSNR through hooks; {len(numels)} layers, "
-                f"{sum(numels):,} parameters"
-            )
+        ranks, numels = self._window().ranks, [param.numel() for param in self._layouts if param.requires_grad]
+        world.announce(
+            f"{optimizer}: k = {k} ({ranks} rank{'s' * (ranks > 1)} x {k // ranks} micro-batches) in the first step; "
+            f"{'DDP' if ranks > 1 else 'one process'}, GSNR through hooks; {len(numels)} layers, {sum(numels):,} "
+            "parameters"
+        )
 
     def finish(self) -> int:
         """Merge the ranks' moments; a collective under DDP.
@@ -346,7 +343,8 @@ class PlainObserver(GradientObserver):
 
     def after_step(self) -> None:
         """End the window with the step."""
-        self.window += 1
+        super().after_step()
+        self.unused = False
         self._unfinished.clear()
         self._discards.clear()
         if self._moments is not None:

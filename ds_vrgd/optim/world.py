@@ -28,7 +28,9 @@ def is_first() -> bool:
 
 
 def announce(message: str) -> None:
-    """Log a line at the level INFO; write it to stderr where the program has not set up logging."""
+    """Log a line at the level INFO on the first rank; write it to stderr where the program has not set up logging."""
+    if not is_first():
+        return
     logger = logging.getLogger("ds_vrgd")
     if logger.level == logging.NOTSET and not logger.hasHandlers():
         print(f"ds_vrgd: {message}", file=sys.stderr, flush=True)

@@ -52,8 +52,7 @@ def attach(engine: Engine) -> None:
     load_instead(engine)
     attachment = Attachment(engine, optimizer, observer)
     (attachment.follow_pipeline if isinstance(engine, PipelineEngine) else attachment.follow)(engine)
-    if engine.global_rank == 0:
-        world.announce(f"{name}: {_description(engine, observer)}")
+    world.announce(f"{name}: {_description(engine, observer)}")
 
 
 def _description(engine: Engine, observer: EngineObserver) -> str:
@@ -132,7 +131,7 @@ class Attachment:
 
         def close_batch() -> None:
             if stages is not None and engine.was_step_applied():
-                self._optimizer.merge_statistics(stages.merge)
+                self._optimizer.layer_statistics = stages.merge(self._optimizer.layer_statistics)
             follower.close()
             self._close_window()
             if follower.has_copies:  # each stage updates its copy by sums that it forms in an order of its own

@@ -23,7 +23,6 @@ from ds_vrgd.engines.deepspeed.wrappers import holdings_of
 from ds_vrgd.moments import (
     SUM_DTYPE,
     ChunkNorms,
-    Comparison,
     Discards,
     GradientHook,
     Layer,
@@ -57,7 +56,7 @@ class EngineObserver(Observer):
         why: what decided on the mode.
         copied: by observed weight of which other stages hold copies, the exchange of its gradients.
         chunks: where chunks begin and end; None for a pipeline, whose schedule decides it.
-        ranks, window: as in :class:`~ds_vrgd.optim.observer.Observer`.
+        ranks, window, judges, comparison: as in :class:`~ds_vrgd.optim.observer.Observer`.
 
     Raises:
         RuntimeError: the optimizer wrapper is unknown.
@@ -96,6 +95,7 @@ class EngineObserver(Observer):
         self._moments, self._hooked, self.copied = build_exchange(
             engine, holdings, self._norms, fused=fused, variance=reduces, compares=optimizer.watch is not None
         )
+        self.judges, self.comparison = self._moments is not None, getattr(self._moments, "comparison", None)
         self._hooks = [GradientHook(param, self.on_gradient) for param in self._hooked]
         self._edits = EditDetector(engine, [self._name_of(param) for param in self.copied])
         # Gradients of several micro-batches stay in .grad at stage 0, and at stage 1 next to DeepSpeed's reduction.
@@ -218,16 +218,6 @@ class EngineObserver(Observer):
             self._moments.detach()
 
     # -- what the engine holds ----------------------------------------------------------------------------------------
-
-    @property
-    def judges(self) -> bool:
-        """Return whether windows with a gradient that is not finite are left out: wherever chunks are seen."""
-        return self._moments is not None
-
-    @property
-    def comparison(self) -> Comparison | None:
-        """Return the comparison of the ranks in this window; None without fused mode, or where nobody watches."""
-        return getattr(self._moments, "comparison", None)
 
     @property
     def partition(self) -> Any | None:

@@ -249,10 +249,6 @@ class UnitExchange:
         """Return the parameters of which this rank's part of the moments is not finite; waits for them."""
         return [param for param, (total, _) in self._cut().items() if not bool(torch.isfinite(total.sum()))]
 
-    def held_bytes(self) -> int:
-        """Return the bytes of the moments that are held now."""
-        return sum(moment.nbytes for moment in self._held or ())
-
     def reset(self) -> None:
         """Begin the next window."""
         self._held, self.parts, self._allocated, self._alone, self._result = None, 0, 0, None, None

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,42 +14,31 @@ from torch import Tensor, nn
 from ds_vrgd.engines.fsdp.exchange import UnitExchange
 from ds_vrgd.engines.fsdp.units import units_of
 from ds_vrgd.engines.patches import Patches
-from ds_vrgd.moments import Comparison, Moments, Ranks, ShardLayout, is_dtensor, local
-from ds_vrgd.optim import VROptimizer, checks, world
+from ds_vrgd.moments import Comparison, Moments, Ranks, ShardLayout, is_dtensor, local, weakly
+from ds_vrgd.optim import VROptimizer, checks, find_optimizer, world
 from ds_vrgd.optim.observer import BadGradient
 from ds_vrgd.optim.plain import GradientObserver
 
 
 def attach(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Let an optimizer see the chunks of a model: :func:`ds_vrgd.attach`."""
-    inner = optimizer
-    while not isinstance(inner, VROptimizer):
-        wrapped = getattr(inner, "optimizer", None)
-        if wrapped is None:
-            raise TypeError(f"ds_vrgd.attach: {type(inner).__name__} is not an optimizer of ds_vrgd")
-        inner = wrapped
-    watches = inner.watch is not None
-    inner.observe(FSDPObserver(model, inner.param_groups, type(inner).__name__, watches=watches))
+    inner = find_optimizer(optimizer)
+    inner.observe(FSDPObserver(model, inner))
 
 
 class FSDPObserver(GradientObserver):
     """The observer of a model's units.
 
     Args:
-        model: the root module.
-        groups: the optimizer's param groups.
-        optimizer: name of its class.
-        watches: whether the ranks are compared.
+        model, optimizer: the root module, and the optimizer of its parameters.
 
     Raises:
         ValueError, RuntimeError: as :func:`attach`.
     """
 
-    def __init__(
-        self, model: nn.Module, groups: Sequence[dict[str, Any]], optimizer: str, *, watches: bool = False
-    ) -> None:
+    def __init__(self, model: nn.Module, optimizer: VROptimizer) -> None:
         super().__init__()
-        self._optimizer, self._units = optimizer, units_of(model)
+        self._optimizer, self._units = type(optimizer).__name__, units_of(model)
         for unit in self._units:
             if isinstance(earlier := unit.communication, UnitExchange):
                 earlier.retire()
@@ -59,35 +49,23 @@ class FSDPObserver(GradientObserver):
                 )
         self._params = {param: unit for unit in self._units for param in unit.params}
         self._names: dict[Tensor, str] = {param: name for name, param in model.named_parameters()}
-        self._exchanges: dict[Tensor, UnitExchange] = {}
+        self._exchanges: list[UnitExchange] = []
         self._came: set[UnitExchange] = set()
-        self._pass: Callable[[], Any] | None = None
-        self._comparison: Comparison | None = None
-        if watches:
+        if optimizer.watch is not None:
             unit, names = self._units[0], [self._names.get(param, "unnamed") for param in self._params]
             ranks = torch.distributed.get_process_group_ranks(unit.shard_group)
-            self._comparison = Comparison(names, ranks, unit.shard_group, unit.ranks * unit.replicas)
+            self.comparison = Comparison(names, ranks, unit.shard_group, unit.ranks * unit.replicas)
         self._is_open = self._told = self._is_retired = False
         self._forwards = self._parts = 0
         self.ranks = Ranks(self._units[0].device)
-        self._follow(model)
-        self.reload(groups)
-
-    def _follow(self, model: nn.Module) -> None:
-        """Count the forward passes of the model, and drop the window with its gradients; until :meth:`detach`."""
-        observer = weakref.ref(self)  # neither keeps the observer alive
-
-        def count(module: nn.Module, inputs: Any) -> None:
-            if (seen := observer()) is not None:
-                seen._forwards += torch.is_grad_enabled() and module.training
-
-        def drop() -> None:
-            if (seen := observer()) is not None:
-                seen.drop()
-
-        patches, handle = Patches(), model.register_forward_pre_hook(count)
-        patches.follow(model, "zero_grad", after=drop)
+        # The window is dropped with the model's gradients, until detach() or as long as this lives.
+        patches, handle = Patches(), model.register_forward_pre_hook(weakly(self._count_forward))
+        patches.follow(model, "zero_grad", after=weakly(self.drop))
         self._unfollow = [weakref.finalize(self, handle.remove), weakref.finalize(self, patches.undo)]
+        self.reload(optimizer.param_groups)
+
+    def _count_forward(self, model: nn.Module, inputs: Any) -> None:
+        self._forwards += torch.is_grad_enabled() and model.training
 
     # -- the param groups ---------------------------------------------------------------------------------------------
 
@@ -96,20 +74,21 @@ class FSDPObserver(GradientObserver):
         observed = {param for group in groups if group["gamma"] < 1.0 for param in group["params"]}
         for group in groups:
             self._require_sharded(group)
-        for exchange in set(self._exchanges.values()):
+        for exchange in self._exchanges:
             exchange.detach()
-        self._exchanges.clear()
         self._layouts = {param: ShardLayout.of(self._names.get(param, "unnamed"), param) for param in self._params}
         layers = {
             param: (index, layout.segments[0].first if layout.segments else 0)
             for index, (param, layout) in enumerate(self._layouts.items())
         }
-        for unit in self._units:
-            exchange = UnitExchange(
+        self._exchanges = [
+            UnitExchange(
                 unit, self._on_reduction, self._norms, observed=not observed.isdisjoint(unit.params),
-                comparison=self._comparison, layers=layers,
-            )  # fmt: skip
-            self._exchanges.update(dict.fromkeys(unit.params, exchange))
+                comparison=self.comparison, layers=layers,
+            )
+            for unit in self._units
+        ]  # fmt: skip
+        self._exchange_of = {param: exchange for exchange in self._exchanges for param in exchange.unit.params}
         self._ranks_agree = False
         return True
 
@@ -120,7 +99,7 @@ class FSDPObserver(GradientObserver):
             ValueError: GSNR is on in the group.
         """
         self._require_sharded(group)
-        if group["gamma"] < 1.0 and any(not self._exchanges[p].observed for p in group["params"] if p.requires_grad):
+        if group["gamma"] < 1.0 and any(not self._exchange_of[p].observed for p in group["params"] if p.requires_grad):
             super().add_group(group)
         self._ranks_agree = False
 
@@ -140,22 +119,14 @@ class FSDPObserver(GradientObserver):
                     )
                 )
 
-    def require_whole_layers(self, optimizer: str, groups: Sequence[dict[str, Any]]) -> None:
-        """Do nothing: the layouts say which part of a layer each rank has."""
-
     # -- what FSDP2 reports -------------------------------------------------------------------------------------------
 
     def _on_reduction(self, exchange: UnitExchange) -> None:
         """Open the backward pass at its first reduction, and forget what the program has thrown away."""
-        if not (self._pass is not None and self._pass() is not None):
+        if not self._is_running():
             self._refuse_broken_pass()
             self._is_open = True
-
-            def end() -> None:
-                self._end_pass()
-
-            self._pass = weakref.ref(end)
-            torch.autograd.Variable._execution_engine.queue_callback(end)
+            self._call_at_end(functools.partial(self._end_pass))
         if exchange in self._came:
             raise RuntimeError(
                 f"FSDP2 reduces the gradients of '{exchange.unit.name}' twice in one backward pass, as it does where a "
@@ -182,28 +153,18 @@ class FSDPObserver(GradientObserver):
 
     # -- what the optimizer asks for in step() ------------------------------------------------------------------------
 
-    @property
-    def _all(self) -> list[UnitExchange]:
-        return list(dict.fromkeys(self._exchanges.values()))
-
-    @property
-    def comparison(self) -> Comparison | None:
-        """Return the comparison of the ranks that share the shards; None where nobody watches."""
-        return self._comparison
-
     def announce(self, optimizer: str, k: int) -> None:
         """Report k, units, layers and parameters on the first rank."""
-        if world.is_first():
-            ranks, numels = k // self._parts, [param.numel() for param in self._params if param.requires_grad]
-            world.announce(
-                f"{optimizer}: k = {k} ({ranks} rank{'s' * (ranks > 1)} x {self._parts} micro-batches) in the first "
-                f"step; FSDP2, the exchange in place of its reduce-scatter; {len(self._units)} units, {len(numels)} "
-                f"layers, {sum(numels):,} parameters"
-            )
+        ranks, numels = k // self._parts, [param.numel() for param in self._params if param.requires_grad]
+        world.announce(
+            f"{optimizer}: k = {k} ({ranks} rank{'s' * (ranks > 1)} x {self._parts} micro-batches) in the first step; "
+            f"FSDP2, the exchange in place of its reduce-scatter; {len(self._units)} units, {len(numels)} layers, "
+            f"{sum(numels):,} parameters"
+        )
 
     def only_makes_state(self, grads: Sequence[Tensor], *, rates_are_zero: bool) -> bool:
         """Return whether ``torch.distributed.checkpoint`` primes the optimizer: without a backward pass, at rate 0."""
-        return rates_are_zero and not any(exchange.parts for exchange in self._all)
+        return rates_are_zero and not any(exchange.parts for exchange in self._exchanges)
 
     def finish(self) -> int:
         """Complete the window's moments; a collective where there are copies of the shards (HSDP).
@@ -218,8 +179,8 @@ class FSDPObserver(GradientObserver):
             )
         self._refuse_broken_pass()
         if not self._parts:
-            self._parts = max(exchange.parts for exchange in self._all)
-            for exchange in self._all:
+            self._parts = max(exchange.parts for exchange in self._exchanges)
+            for exchange in self._exchanges:
                 exchange.finish(self._parts)
         return self._parts * self._units[0].ranks * self._units[0].replicas
 
@@ -228,7 +189,7 @@ class FSDPObserver(GradientObserver):
         found: dict[UnitExchange | None, list[Tensor]] = {}
         for tensor in tensors:
             if tensor.grad is not None:
-                found.setdefault(self._exchanges.get(tensor), []).append(local(tensor.grad))
+                found.setdefault(self._exchange_of.get(tensor), []).append(local(tensor.grad))
         return [
             grad
             for exchange, of_unit in found.items()
@@ -240,7 +201,7 @@ class FSDPObserver(GradientObserver):
 
         Rank and micro-batch are those of a unit's buffer, and the layers are where its moments are not finite.
         """
-        layers = {exchange.unit.name: [self._name_of(param) for param in exchange.bad()] for exchange in self._all}
+        layers = {each.unit.name: [self._name_of(param) for param in each.bad()] for each in self._exchanges}
         everyone: list[dict[str, list[str]]] = [layers]
         if (group := world.group()) is not None:
             everyone = [layers] * torch.distributed.get_world_size(group)
@@ -254,16 +215,12 @@ class FSDPObserver(GradientObserver):
 
     def moments(self, tensor: Tensor) -> Moments:
         """Return the moments of this rank's part of a parameter, flat."""
-        return self._exchanges[tensor].moments(tensor)
+        return self._exchange_of[tensor].moments(tensor)
 
     def unit(self, k: int) -> float:
         """Return the number of micro-batches, by which each loss counts as divided, times what FSDP2 left undivided."""
         unit = self._units[0]
         return self._parts * unit.ranks * unit.replicas / unit.divisor
-
-    def held_bytes(self) -> tuple[int, int]:
-        """Return the bytes held on this rank now: of moments, and of exchange buffers, which do not stay."""
-        return sum(exchange.held_bytes() for exchange in self._all), 0
 
     def after_step(self) -> None:
         """End the window with the step."""
@@ -274,14 +231,11 @@ class FSDPObserver(GradientObserver):
                 "merges micro-batches into one chunk, and k counts chunks.",
                 self._optimizer, self._forwards, self._parts,
             )  # fmt: skip
-        self.window += 1
+        super().after_step()
         self._forwards = self._parts = 0
         self._is_open, self._pass = False, None
         self._came.clear()
-        self._norms.clear()
-        if self._comparison is not None:
-            self._comparison.clear()
-        for exchange in self._all:
+        for exchange in self._exchanges:
             exchange.reset()
 
     def detach(self) -> None:
@@ -289,5 +243,5 @@ class FSDPObserver(GradientObserver):
         self._is_retired = True
         for undo in self._unfollow:
             undo()
-        for exchange in self._all:
+        for exchange in self._exchanges:
             exchange.detach()

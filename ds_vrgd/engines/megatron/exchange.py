@@ -36,7 +36,6 @@ class BucketExchange:
 
     Attributes:
         params: the parameters in the bucket group.
-        observed: as given.
         reduced: whether the window has been reduced.
     """
 
@@ -49,7 +48,7 @@ class BucketExchange:
         comparison: Comparison | None = None,
         layers: Mapping[Tensor, int] = {},
     ) -> None:
-        self.observed, self.reduced, self._norms, self._bucket_group = observed, False, norms, bucket_group
+        self._observed, self.reduced, self._norms, self._bucket_group = observed, False, norms, bucket_group
         ddp_config = bucket_group.ddp_config
         self._is_sharded = bool(ddp_config.use_distributed_optimizer)
         self._group = (
@@ -93,7 +92,7 @@ class BucketExchange:
             )
         if config.check_for_nan_in_grad or config.check_for_large_grads:
             group.check_grads(config.check_for_nan_in_grad, config.check_for_large_grads)
-        if self.observed:
+        if self._observed:
             self._norms.note(0, [(param, param.main_grad) for param in self.params])
         self._streams.fork(())
         with self._streams.side():
@@ -120,7 +119,7 @@ class BucketExchange:
         wide = torch.promote_types(data.dtype, torch.float32)
         total = torch.empty(width, dtype=wide, device=data.device)
         m2 = None
-        if self.observed:
+        if self._observed:
             m2 = torch.empty_like(total)
             merge_chunks_(rows, total, m2, 0)
         else:
@@ -158,10 +157,6 @@ class BucketExchange:
         total, m2 = self._held[bucket]
         assert m2 is not None
         return Moments(total[run], m2[run])
-
-    def held_bytes(self) -> int:
-        """Return the bytes of the moments that are held now."""
-        return sum(moment.nbytes for held in self._held.values() for moment in held if moment is not None)
 
     def reset(self) -> None:
         """End the window."""

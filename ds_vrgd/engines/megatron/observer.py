@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +13,7 @@ from torch import Tensor
 from ds_vrgd.engines.megatron.exchange import BucketExchange
 from ds_vrgd.engines.patches import Patches
 from ds_vrgd.engines.stages import StageStatistics
-from ds_vrgd.moments import SUM_DTYPE, Comparison, Layer, Moments, Ranks, Segment, ShardLayout
+from ds_vrgd.moments import SUM_DTYPE, Comparison, Layer, Moments, Segment, ShardLayout, weakly
 from ds_vrgd.optim import VROptimizer, checks, world
 from ds_vrgd.optim.observer import Observer
 from ds_vrgd.optim.plain import GradientObserver
@@ -41,13 +40,10 @@ class MegatronObserver(GradientObserver):
     """The observer of the bucket groups of a model, for the optimizer inside one of Megatron-Core's.
 
     Args:
-        wrapper: Megatron-Core's optimizer.
+        wrapper: Megatron-Core's optimizer, with one of ours inside.
         model_chunks: its model, in DistributedDataParallel.
         names: of all trained parameters, in the order of the buffers, on all data-parallel ranks alike.
         parts: by tensor of the optimizer, in the order of its param groups.
-        reduces: whether the exchange takes the place of Megatron-Core's reduction.
-        observed: whether the moments are wanted.
-        watches: whether the ranks are compared, with ``reduces``.
     """
 
     def __init__(
@@ -56,41 +52,34 @@ class MegatronObserver(GradientObserver):
         model_chunks: Sequence[Any],
         names: Mapping[Tensor, str],
         parts: Mapping[Tensor, Part],
-        *,
-        reduces: bool,
-        observed: bool,
-        watches: bool = False,
     ) -> None:
         super().__init__()
         self._wrapper, self._parts, self._params = wrapper, dict(parts), dict(names)
         first, optimizer = model_chunks[0], wrapper.optimizer
+        observed, watches = optimizer.param_groups[0]["gamma"] < 1.0, optimizer.watch is not None
+        is_half = any(buffer.grad_dtype.itemsize < 4 for chunk in model_chunks for buffer in chunk.buffers)
+        exact_mean = optimizer.sums_layers and is_half and not first.config.calculate_per_token_loss
+        # Whether the exchange takes the place of Megatron-Core's reduction.
+        reduces = first.dp_cp_group.size() > 1 and (observed or exact_mean or watches)
         self._data, self._tensor, self._pipeline = first.dp_cp_group, first.tp_group, first.pp_group
-        self.ranks = Ranks()
         order, is_sharded = [part.param for part in parts.values()], bool(first.ddp_config.use_distributed_optimizer)
         if is_sharded:
             order = _in_order_of_groups(optimizer.param_groups, self._parts, names, self._data)
         self._layouts = self._laid_out(order, is_sharded=is_sharded)
         groups = [group for chunk in model_chunks for group in chunk.bucket_groups] if reduces else []
-        self._comparison: Comparison | None = None
         if watches:
             ranks = dist.get_process_group_ranks(self._data)
-            self._comparison = Comparison(list(names.values()), ranks, self._data, len(ranks))
+            self.comparison = Comparison(list(names.values()), ranks, self._data, len(ranks))
         layers = {param: index for index, param in enumerate(names)}
         self._exchanges = [
-            BucketExchange(group, self._norms, observed=observed, comparison=self._comparison, layers=layers)
+            BucketExchange(group, self._norms, observed=observed, comparison=self.comparison, layers=layers)
             for group in groups
         ]
         self._of = {param: exchange for exchange in self._exchanges for param in exchange.params}
         self._loss_scale: Tensor | None = None
         self._patches = Patches()
-        observer = weakref.ref(self)  # the model does not keep it alive
-
-        def drop() -> None:
-            if (seen := observer()) is not None:
-                seen.drop()
-
         for chunk in model_chunks if reduces else ():
-            self._patches.follow(chunk, "zero_grad_buffer", after=drop)
+            self._patches.follow(chunk, "zero_grad_buffer", after=weakly(self.drop))
         self._stages: StageStatistics | None = None
         if observed and self._pipeline.size() > 1:
             device = next(iter(self._parts)).device
@@ -169,11 +158,6 @@ class MegatronObserver(GradientObserver):
 
     # -- what the optimizer asks for in step() ------------------------------------------------------------------------
 
-    @property
-    def comparison(self) -> Comparison | None:
-        """Return the comparison of the data-parallel ranks; None where nobody watches."""
-        return self._comparison
-
     def agree(self, optimizer: torch.optim.Optimizer) -> None:
         """Require, once, that the data-parallel ranks train the same. A collective of all ranks."""
         if not self._ranks_agree and world.group() is not None:
@@ -184,13 +168,12 @@ class MegatronObserver(GradientObserver):
 
     def announce(self, optimizer: str, k: int) -> None:
         """Report k, buckets, layers and parameters of the first rank."""
-        if world.is_first():
-            numels = [layer.numel for layout in self._layouts.values() for layer in layout.layers]
-            world.announce(
-                f"{optimizer}: k = {k} data-parallel ranks, each with the sum of its micro-batches; Megatron-Core, the "
-                f"exchange in place of its reduction; {len(self._exchanges)} bucket groups, {len(numels)} layers, "
-                f"{sum(numels):,} parameters" + (" on this stage" if self._pipeline.size() > 1 else "")
-            )
+        numels = [layer.numel for layout in self._layouts.values() for layer in layout.layers]
+        world.announce(
+            f"{optimizer}: k = {k} data-parallel ranks, each with the sum of its micro-batches; Megatron-Core, the "
+            f"exchange in place of its reduction; {len(self._exchanges)} bucket groups, {len(numels)} layers, "
+            f"{sum(numels):,} parameters" + (" on this stage" if self._pipeline.size() > 1 else "")
+        )
 
     def finish(self) -> int:
         """Return the number of data-parallel ranks, each of which has one chunk; 0 if nothing was reduced.
@@ -233,28 +216,17 @@ class MegatronObserver(GradientObserver):
 
     clip = Observer.clip  # Megatron-Core has no gradients in the optimizer's tensors before its own step
 
-    def held_bytes(self) -> tuple[int, int]:
-        """Return the bytes held on this rank now: of moments, and of exchange buffers, which do not stay."""
-        return sum(exchange.held_bytes() for exchange in self._exchanges), 0
-
     def merge_stages(self) -> None:
         """Merge the statistics of a step over the stages of the pipeline, if there are several. A collective there."""
         optimizer: VROptimizer = self._wrapper.optimizer
         if self._stages is not None and not optimizer.overflow:
-            optimizer.merge_statistics(self._stages.merge)
-
-    def drop(self) -> None:
-        """Forget the window's chunks with its gradients; before the first micro-batch, there are none."""
-        self._norms.clear()
-        if self._comparison is not None:
-            self._comparison.clear()
-        for exchange in self._exchanges:
-            exchange.reset()
+            optimizer.layer_statistics = self._stages.merge(optimizer.layer_statistics)
 
     def after_step(self) -> None:
         """End the window with the step."""
-        self.window += 1
-        self.drop()
+        super().after_step()
+        for exchange in self._exchanges:
+            exchange.reset()
 
     def detach(self) -> None:
         """Give every bucket group its own communication back, and the model its ``zero_grad_buffer``."""

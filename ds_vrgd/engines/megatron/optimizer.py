@@ -100,8 +100,7 @@ def _put_inside(wrapper: Any, kind: type[VROptimizer], arguments: dict[str, Any]
     ]
     # Views of the model's weights are no leaves, and torch refuses them; so they get into the groups later.
     inner = kind([group | {"params": [t.detach() for t in group["params"]]} for group in groups], **arguments)
-    gammas = {group["gamma"] < 1.0 for group in inner.param_groups}
-    if len(gammas) > 1:
+    if len({group["gamma"] < 1.0 for group in inner.param_groups}) > 1:
         raise ValueError(
             f"{kind.__name__}: gamma is 1.0 in some param groups and below in others, and ranks that own a part of "
             "only some groups would wait for each other. Use one gamma for all; 0.999 leaves r within 0.1 % of 1"
@@ -110,14 +109,7 @@ def _put_inside(wrapper: Any, kind: type[VROptimizer], arguments: dict[str, Any]
         group["params"] = given["params"]
     wrapper.optimizer, wrapper.init_state_fn = inner, _allocate
     wrapper.__class__ = _CLASSES[type(wrapper)]
-    observed = gammas == {True}
-    is_half = any(buffer.grad_dtype.itemsize < 4 for chunk in chunks for buffer in chunk.buffers)
-    exact_mean = inner.sums_layers and is_half and not chunks[0].config.calculate_per_token_loss
-    watches = inner.watch is not None
-    reduces = chunks[0].dp_cp_group.size() > 1 and (observed or exact_mean or watches)
-    wrapper.observer = MegatronObserver(
-        wrapper, chunks, _names(chunks), parts, reduces=reduces, observed=observed, watches=watches
-    )
+    wrapper.observer = MegatronObserver(wrapper, chunks, _names(chunks), parts)
     inner.observe(wrapper.observer)
 
 

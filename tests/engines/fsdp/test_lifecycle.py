@@ -239,7 +239,7 @@ def spoiled_later() -> dict[str, tuple[bool, bool, int]]:
         if act is not None and dist.get_rank() == 1:
             act(model.up.weight)
         before = full(model)
-        exchange = optimizer.observer._exchanges[model.up.weight]
+        exchange = optimizer.observer._exchange_of[model.up.weight]
         grads = [param.grad.to_local() for param in exchange.unit.params]
         read = len(exchange.as_one(grads))
         optimizer.step()
@@ -258,7 +258,10 @@ def attached_again() -> dict[str, Any]:
     second = VRLAMB(param_groups(model, adapt=False), **CASE.hyper())
     ds_vrgd.attach(model, second)
     window(CASE, model, 1)
-    held = [optimizer.observer.held_bytes()[0] for optimizer in (first, second)]
+    held = [
+        sum(moment.nbytes for exchange in of.observer._exchanges for moment in exchange._held or ())
+        for of in (first, second)
+    ]
     retired = error(first.step)
     second.step()
     statistics = second.layer_statistics[0].k
@@ -371,7 +374,7 @@ def refusals() -> dict[str, str]:
 MESSAGES = {
     "not sharded": "no module of this TinyLM is sharded by FSDP2. Call fully_shard",
     "FSDP1": "wrapped in FullyShardedDataParallel (FSDP1)",
-    "other optimizer": "AdamW is not an optimizer of ds_vrgd",
+    "other optimizer": "AdamW holds no optimizer of ds_vrgd",
     "other parameters": "Make the optimizer after fully_shard, over model.parameters()",
     "old torch": "needs FSDPModule.set_custom_reduce_scatter",
     "set by somebody": "reduces its gradients by OwnReduceScatter, which somebody has set",
