@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ds_vrgd.engines.deepspeed.observer import EngineObserver, observer_of
+from ds_vrgd.moments import gathered
 from ds_vrgd.optim import VROptimizer
 
 
@@ -39,10 +40,7 @@ def whole_layers(optimizer: VROptimizer, shards: Mapping[Tensor, Tensor]) -> dic
         layout, flat = observer.layout(tensor), values.flatten()
         for segment in layout.segments:
             mine[layout.layers[segment.layer].name] = flat[segment.start : segment.start + segment.numel].cpu()
-    if observer.partition is None:
-        return mine
-    everyone: list[Any] = [None] * torch.distributed.get_world_size(observer.partition)
-    torch.distributed.all_gather_object(everyone, mine, group=observer.partition)
+    everyone = gathered(mine, observer.partition)
     names = {name: None for pieces in everyone for name in pieces}
     return {name: torch.cat([pieces[name] for pieces in everyone if name in pieces]) for name in names}
 

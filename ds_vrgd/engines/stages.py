@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ds_vrgd.moments import SUM_DTYPE, Layer, LayerTable, ShardLayout
+from ds_vrgd.moments import SUM_DTYPE, Layer, LayerTable, ShardLayout, gathered
 from ds_vrgd.optim import LayerStatistics
 
 
@@ -22,8 +22,7 @@ class StageStatistics:
 
     def __init__(self, layers: Iterable[Layer], group: Any, device: torch.device) -> None:
         self._group, self._device = group, device
-        stages: list[Any] = [None] * torch.distributed.get_world_size(group)
-        torch.distributed.all_gather_object(stages, [(layer.name, layer.numel) for layer in layers], group=group)
+        stages = gathered([(layer.name, layer.numel) for layer in layers], group)
         first: dict[str, tuple[int, int]] = {}  # the first stage of a layer, and its elements
         for stage, measured in enumerate(stages):
             for name, numel in measured:

@@ -5,7 +5,7 @@ from ds_vrgd.moments.chan import Moments
 from ds_vrgd.moments.compare import Comparison
 from ds_vrgd.moments.compose import CombinedMoments, CopiedMoments
 from ds_vrgd.moments.exchange import Exchange, WindowMoments
-from ds_vrgd.moments.groups import NodeGroups, SequenceGroups
+from ds_vrgd.moments.groups import NodeGroups, SequenceGroups, gathered
 from ds_vrgd.moments.hooks import Discards, GradientHook, value_of, weakly, zeros_among
 from ds_vrgd.moments.layout import SUM_DTYPE, Layer, LayerTable, Ranks, Segment, ShardLayout, is_dtensor, local
 from ds_vrgd.moments.norms import ChunkNorms
@@ -33,6 +33,7 @@ __all__ = [
     "ShardLayout",
     "ShardedMoments",
     "WindowMoments",
+    "gathered",
     "is_dtensor",
     "local",
     "value_of",

@@ -4,10 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+
+T = TypeVar("T")
+
+
+def gathered(own: T, group: Any | None) -> list[T]:
+    """Return what each rank of a group has, by rank, of anything that can be pickled; a collective.
+
+    Args:
+        own: what this rank has.
+        group: process group of the ranks; None for a single process.
+    """
+    if group is None:
+        return [own]
+    everyone = [own] * torch.distributed.get_world_size(group)
+    torch.distributed.all_gather_object(everyone, own, group=group)
+    return everyone
 
 
 @dataclass(frozen=True)
@@ -79,10 +95,8 @@ class NodeGroups:
                 f"the data-parallel ranks {list(ours)} are not in ascending order, the only one in which torch makes "
                 f"groups of nodes. Make their group without sort_ranks=False, or set ranks_per_node={size}."
             )
-        everyone: list[Any] = [None] * torch.distributed.get_world_size()
-        torch.distributed.all_gather_object(everyone, ours)
         found = None
-        for ranks in sorted(set(everyone)):
+        for ranks in sorted(set(gathered(ours, torch.distributed.group.WORLD))):
             starts = range(0, size, ranks_per_node)
             local = [torch.distributed.new_group(ranks[i : i + ranks_per_node]) for i in starts]
             across = [torch.distributed.new_group(ranks[j::ranks_per_node]) for j in range(ranks_per_node)]

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ds_vrgd.moments import ChunkNorms, is_dtensor
+from ds_vrgd.moments import ChunkNorms, gathered, is_dtensor
 from ds_vrgd.optim import options, world
 from ds_vrgd.optim.observer import BadGradient
 
@@ -137,12 +137,10 @@ def require_agreement(mine: Mapping[str, str], remark: str = "", *, replicas: Se
         return
     alike = tuple(range(ranks_of_world)) if replicas is None else tuple(sorted(replicas))
     digest = hashlib.sha256(repr(list(mine.items())).encode()).hexdigest()
-    digests: list[Any] = [None] * ranks_of_world
-    torch.distributed.all_gather_object(digests, (alike, digest))
+    digests = gathered((alike, digest), world.group())
     if all(digests[rank][1] == digests[ranks[0]][1] for ranks, _ in digests for rank in ranks):
         return
-    tables: list[Any] = [None] * ranks_of_world
-    torch.distributed.all_gather_object(tables, dict(mine))
+    tables = gathered(dict(mine), world.group())
     differences = [
         difference
         for ranks in dict.fromkeys(ranks for ranks, _ in digests)
@@ -269,11 +267,7 @@ def gather_bad(norms: ChunkNorms | None, name_of: Callable[[Tensor], str], group
     """Return all ranks' bad gradients, on every rank, by rank and in the order of the backward pass. A collective."""
     rank = 0 if group is None else torch.distributed.get_rank()
     mine = [BadGradient(rank, index, name_of(param), kind) for param, index, kind in (norms.bad() if norms else ())]
-    if group is None:
-        return mine
-    everyone: list[Any] = [None] * torch.distributed.get_world_size(group)
-    torch.distributed.all_gather_object(everyone, mine, group=group)
-    return [bad for of_rank in everyone for bad in of_rank]
+    return [bad for of_rank in gathered(mine, group) for bad in of_rank]
 
 
 def report_bad(optimizer: str, policy: str, found: Iterable[BadGradient]) -> FloatingPointError | None:

@@ -16,7 +16,7 @@ from deepspeed.utils.bwc import bwc_tensor_model_parallel_group
 from torch import Tensor
 from torch.distributed import get_process_group_ranks
 
-from ds_vrgd.moments import SUM_DTYPE, Layer, SequenceGroups
+from ds_vrgd.moments import SUM_DTYPE, Layer, SequenceGroups, gathered
 
 Engine = Any
 
@@ -61,8 +61,7 @@ def sequence_groups(engine: Engine) -> SequenceGroups | None:
     if size <= 1:
         return None
     number = {rank: index for index, rank in enumerate(get_process_group_ranks(engine.seq_data_parallel_group))}
-    everyone: list[Any] = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(everyone, tuple(get_process_group_ranks(engine.seq_parallel_group)))
+    everyone = gathered(get_process_group_ranks(engine.seq_parallel_group), torch.distributed.group.WORLD)
     divisor = size if engine.zero_optimization_stage() == 3 else 1
     members = sorted({tuple(number[rank] for rank in ranks) for ranks in everyone if ranks[0] in number})
     return SequenceGroups(engine.seq_parallel_group, tuple(members), divisor)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ds_vrgd.engines.fsdp.exchange import UnitExchange
 from ds_vrgd.engines.fsdp.units import units_of
 from ds_vrgd.engines.patches import Patches
-from ds_vrgd.moments import Comparison, Moments, Ranks, ShardLayout, is_dtensor, local, weakly
+from ds_vrgd.moments import Comparison, Moments, Ranks, ShardLayout, gathered, is_dtensor, local, weakly
 from ds_vrgd.optim import VROptimizer, checks, find_optimizer, world
 from ds_vrgd.optim.observer import BadGradient
 from ds_vrgd.optim.plain import GradientObserver
@@ -202,10 +202,8 @@ class FSDPObserver(GradientObserver):
         Rank and micro-batch are those of a unit's buffer, and the layers are where its moments are not finite.
         """
         layers = {each.unit.name: [self._name_of(param) for param in each.bad()] for each in self._exchanges}
-        everyone: list[dict[str, list[str]]] = [layers]
-        if (group := world.group()) is not None:
-            everyone = [layers] * torch.distributed.get_world_size(group)
-            torch.distributed.all_gather_object(everyone, layers, group=group)
+        group = world.group()
+        everyone = gathered(layers, group)
         found = checks.gather_bad(self._norms, lambda param: self._params[param].name, group)
         return [
             BadGradient(bad.rank, bad.micro_batch, layer, bad.kind)

@@ -13,7 +13,7 @@ from torch import Tensor
 from ds_vrgd.engines.megatron.exchange import BucketExchange
 from ds_vrgd.engines.patches import Patches
 from ds_vrgd.engines.stages import StageStatistics
-from ds_vrgd.moments import SUM_DTYPE, Comparison, Layer, Moments, Segment, ShardLayout, weakly
+from ds_vrgd.moments import SUM_DTYPE, Comparison, Layer, Moments, Segment, ShardLayout, gathered, weakly
 from ds_vrgd.optim import VROptimizer, checks, world
 from ds_vrgd.optim.observer import Observer
 from ds_vrgd.optim.plain import GradientObserver
@@ -244,7 +244,5 @@ def _in_order_of_groups(
     buffers. A rank knows the group of those alone of which it has a part.
     """
     mine = {names[parts[tensor].param]: index for index, group in enumerate(groups) for tensor in group["params"]}
-    everyone: list[dict[str, int]] = [{}] * ranks.size()
-    dist.all_gather_object(everyone, mine, group=ranks)
-    group_of = {name: index for of_rank in everyone for name, index in of_rank.items()}
+    group_of = {name: index for of_rank in gathered(mine, ranks) for name, index in of_rank.items()}
     return sorted(names, key=lambda param: (group_of[names[param]], param.dtype != torch.float32))

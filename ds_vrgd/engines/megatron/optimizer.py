@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ds_vrgd.engines.megatron.observer import MegatronObserver, Part
 from ds_vrgd.engines.megatron.refusals import Setup, require_supported
+from ds_vrgd.moments import gathered
 from ds_vrgd.optim import OPTIMIZERS, VROptimizer
 from ds_vrgd.optim.observer import RATIOS, Shard
 
@@ -88,7 +89,7 @@ def _names(chunks: Iterable[Any]) -> dict[Tensor, str]:
 def _put_inside(wrapper: Any, kind: type[VROptimizer], arguments: dict[str, Any], chunks: Sequence[Any]) -> None:
     """Put an optimizer of ours in the place of the Adam inside a wrapper, over the same tensors."""
     parts = _parts(wrapper, chunks)
-    if any(not ranks_parts for ranks_parts in _sizes(len(parts), chunks[0].dp_cp_group)):
+    if 0 in gathered(len(parts), chunks[0].dp_cp_group):
         raise ValueError(
             f"{kind.__name__}: a data-parallel rank owns no element of the model, which is too small for "
             f"{chunks[0].dp_cp_group.size()} ranks. Use fewer of them"
@@ -111,12 +112,6 @@ def _put_inside(wrapper: Any, kind: type[VROptimizer], arguments: dict[str, Any]
     wrapper.__class__ = _CLASSES[type(wrapper)]
     wrapper.observer = MegatronObserver(wrapper, chunks, _names(chunks), parts)
     inner.observe(wrapper.observer)
-
-
-def _sizes(own: int, group: Any) -> list[int]:
-    found = [0] * group.size()
-    dist.all_gather_object(found, own, group=group)
-    return found
 
 
 def _parts(wrapper: Any, chunks: Sequence[Any]) -> dict[Tensor, Part]:
@@ -252,24 +247,22 @@ class _Distributed(_with_ours(DistributedOptimizer)):  # type: ignore[misc]
         """
         group, keeps = self.data_parallel_group, return_on_all_ranks or self.data_parallel_group.rank() == 0
         states = {param: self._get_main_param_and_optimizer_states(param) for param in self.model_param_group_index_map}
-        everyone: list[dict[str, torch.dtype]] = [{}] * group.size()
         mine = {key: value.dtype for state in states.values() for key, value in state.items()}
-        dist.all_gather_object(everyone, mine, group=group)
-        dtypes = {key: dtype for of_rank in everyone for key, dtype in of_rank.items()}
+        dtypes = {key: dtype for of_rank in gathered(mine, group) for key, dtype in of_rank.items()}
         found: dict[int, Any] = {}
         for index, (buffer, ranges) in enumerate(zip(self.buffers, self.gbuf_ranges, strict=True)):
             ((kind, of_buckets),) = ranges.items()
             found[index] = {kind: {key: torch.zeros(buffer.numel * keeps, dtype=dtypes[key]) for key in sorted(dtypes)}}
             for key, whole in found[index][kind].items() if not empty_data else ():
                 for bucket, of_bucket in zip(buffer.buckets, of_buckets, strict=True):
-                    gathered = torch.empty_like(bucket.grad_data, dtype=whole.dtype)
-                    part = torch.zeros_like(gathered[: gathered.numel() // group.size()])
+                    joined = torch.empty_like(bucket.grad_data, dtype=whole.dtype)
+                    part = torch.zeros_like(joined[: joined.numel() // group.size()])
                     for param, run in of_bucket["param_map"].items():
                         if key in states[param]:
                             part[run["gbuf_local"].start : run["gbuf_local"].end] = states[param][key]
-                    dist.all_gather_into_tensor(gathered, part, group=group)
+                    dist.all_gather_into_tensor(joined, part, group=group)
                     if keeps:
-                        whole[bucket.offset : bucket.offset + gathered.numel()] = gathered
+                        whole[bucket.offset : bucket.offset + joined.numel()] = joined
         return found if keeps else None
 
     def _get_main_param_and_optimizer_states(self, model_param: Tensor) -> dict[str, Tensor]:

@@ -24,7 +24,8 @@ from ds_vrgd.engines.deepspeed.checkpoints.safe_load import CheckpointError, rea
 from ds_vrgd.engines.deepspeed.checkpoints.universal import REST, read_manifest
 from ds_vrgd.engines.deepspeed.observer import observer_of
 from ds_vrgd.engines.deepspeed.parallel import Engine
-from ds_vrgd.moments import ShardLayout
+from ds_vrgd.moments import ShardLayout, gathered
+from ds_vrgd.optim import world
 
 _GUARDED = "_ds_vrgd_guarded"
 
@@ -85,16 +86,13 @@ def _files_to_read(engine: Engine, folder: Path, tag: str | None) -> list[Path]:
 @contextmanager
 def _together() -> Iterator[tuple[int, int]]:
     """Have every rank raise at the end what any rank raised inside; gives this rank, and how many there are."""
-    alone, problem = not torch.distributed.is_initialized(), None
-    ranks = (0, 1) if alone else (torch.distributed.get_rank(), torch.distributed.get_world_size())
+    group, problem = world.group(), None
     try:
-        yield ranks
+        yield (0, 1) if group is None else (torch.distributed.get_rank(), torch.distributed.get_world_size())
     except Exception as error:
         problem = error
-    texts: list[str | None] = [None if problem is None else str(problem) or repr(problem)] * ranks[1]
-    if not alone:
-        torch.distributed.all_gather_object(texts, texts[0])
-    for rank, text in enumerate(texts):
+    own = None if problem is None else str(problem) or repr(problem)
+    for rank, text in enumerate(gathered(own, group)):
         if text is not None:
             raise CheckpointError(f"rank {rank}: {text}") from problem
 
