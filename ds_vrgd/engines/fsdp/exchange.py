@@ -160,7 +160,10 @@ class UnitExchange:
             self._lay_out(width)
             wide = torch.promote_types(rows.dtype, torch.float32)
             total, m2 = (torch.empty(width, dtype=wide, device=rows.device) for _ in range(2))  # aligned, both
-            self._held, self._views = (total, m2), {}
+            self._held = total, m2
+            sizes = [size for _, numel, slot in self._slots for size in (numel, slot - numel)]
+            pairs = zip(*(moment.split(sizes)[::2] for moment in self._held), strict=True)
+            self._views = dict(zip([param for param, _, _ in self._slots], pairs, strict=True))
         merge_chunks_(rows, *self._held, self.parts, out, divisor)
 
     def _lay_out(self, width: int) -> None:
@@ -176,14 +179,6 @@ class UnitExchange:
                 "report which. Use torch 2.13 or newer, or freeze the parameters that take no part"
             )
         self._slots_of = trained
-
-    def _cut(self) -> dict[Tensor, tuple[Tensor, Tensor]]:
-        """Return both moments of each parameter that has any: views, made once in a window."""
-        if self._held is not None and not self._views:
-            sizes = [size for _, numel, slot in self._slots for size in (numel, slot - numel)]
-            params, pairs = [param for param, _, _ in self._slots], (moment.split(sizes)[::2] for moment in self._held)
-            self._views = dict(zip(params, zip(*pairs, strict=True), strict=True))
-        return self._views
 
     def as_one(self, grads: list[Tensor]) -> list[Tensor]:
         """Return the buffer that ``grads`` are views of, if they are all that FSDP2 has made of it; else ``grads``."""
@@ -212,7 +207,7 @@ class UnitExchange:
             self.reset()
         else:
             for param in gone:
-                for moment in self._cut().get(param, ()):
+                for moment in self._views.get(param, ()):
                     moment.zero_()
         held = [(param.grad, version) for param, version in self._versions.items() if param.grad is not None]
         held = [(grad, version) for grad, version in held if local(grad).numel()]
@@ -240,14 +235,14 @@ class UnitExchange:
         """Return the moments of this rank's part of a parameter, on its device, flat."""
         if self._held is None:
             return zeros_like(local(param), max(self.parts, 1))
-        total, m2 = self._cut()[param]
+        total, m2 = self._views[param]
         if total.device != param.device:  # offloaded
             total, m2 = (on_device_of(local(param), moment) for moment in (total, m2))
         return Moments(total, m2, self.parts)
 
     def bad(self) -> list[Tensor]:
         """Return the parameters of which this rank's part of the moments is not finite; waits for them."""
-        return [param for param, (total, _) in self._cut().items() if not bool(torch.isfinite(total.sum()))]
+        return [param for param, (total, _) in self._views.items() if not bool(torch.isfinite(total.sum()))]
 
     def reset(self) -> None:
         """Begin the next window."""

@@ -22,6 +22,7 @@ class Unit:
         params: its sharded parameters, as they follow each other in the buffer; frozen ones are left out there.
         shard_group, replicate_group: process groups over which the parameters are cut, and over which there are copies
             of the shards (None without HSDP).
+        ranks, replicas: the sizes of both, 1 without HSDP.
     """
 
     name: str
@@ -29,17 +30,9 @@ class Unit:
     params: list[Tensor]
     shard_group: Any
     replicate_group: Any | None
+    ranks: int
+    replicas: int
     _group: Any
-
-    @property
-    def ranks(self) -> int:
-        """Return the number of ranks over which the parameters are cut."""
-        return torch.distributed.get_world_size(self.shard_group)
-
-    @property
-    def replicas(self) -> int:
-        """Return the number of copies of each shard."""
-        return 1 if self.replicate_group is None else torch.distributed.get_world_size(self.replicate_group)
 
     @property
     def divisor(self) -> float:
@@ -131,7 +124,9 @@ def _unit(name: str, module: FSDPModule, group: Any) -> Unit:
     shard_group = getattr(mesh_info, "shard_process_group", None)
     replicate_group = getattr(mesh_info, "replicate_process_group", None)
     where = _called(name)
-    if shard_group is None or (replicate_group is not None and torch.distributed.get_world_size(shard_group) == 1):
+    groups = (shard_group, replicate_group)
+    ranks, replicas = (1 if of is None else torch.distributed.get_world_size(of) for of in groups)
+    if shard_group is None or (replicate_group is not None and ranks == 1):
         raise ValueError(
             f"{where} is replicated and not sharded, and FSDP2 reduces its gradients where nobody can see them before. "
             "Use DistributedDataParallel, which needs no attach"
@@ -156,7 +151,7 @@ def _unit(name: str, module: FSDPModule, group: Any) -> Unit:
                 f"{where} reduces its gradients in float16, which FSDP2 rescales on the way. Set "
                 "MixedPrecisionPolicy(reduce_dtype=torch.float32), or use bfloat16"
             )
-    return Unit(name, module, params, shard_group, replicate_group, group)
+    return Unit(name, module, params, shard_group, replicate_group, ranks, replicas, group)
 
 
 def _called(name: str) -> str:

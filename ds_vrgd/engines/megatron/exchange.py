@@ -59,7 +59,7 @@ class BucketExchange:
         self._ranks, self._rank = self._group.size(), self._group.rank()
         self.params = [param for bucket in bucket_group.buckets for param in bucket.params_list]
         self._streams = Streams(bucket_group.buckets[0].grad_data.device)
-        self._held: dict[Any, tuple[Tensor, Tensor | None]] = {}
+        self._held: dict[Any, tuple[Tensor, Tensor]] = {}
         self._comparison, self._layers = comparison, layers
         if isinstance(earlier := self.of(bucket_group), BucketExchange):
             earlier.detach()
@@ -118,9 +118,8 @@ class BucketExchange:
         rows = received.view(self._ranks, width)
         wide = torch.promote_types(data.dtype, torch.float32)
         total = torch.empty(width, dtype=wide, device=data.device)
-        m2 = None
+        m2 = total.new_empty(width if self._observed else 0)
         if self._observed:
-            m2 = torch.empty_like(total)
             merge_chunks_(rows, total, m2, 0)
         else:
             torch.sum(rows, 0, dtype=wide, out=total).div_(self._ranks)
@@ -129,7 +128,7 @@ class BucketExchange:
         if self._is_sharded:
             data[self._rank * width : (self._rank + 1) * width].copy_(total)
         else:
-            total, m2 = self._gathered(total, numel), None if m2 is None else self._gathered(m2, numel)
+            total, m2 = self._gathered(total, numel), self._gathered(m2, numel) if self._observed else m2
             data.copy_(total)
         self._held[bucket] = total, m2
 
@@ -148,14 +147,9 @@ class BucketExchange:
         dist.all_gather_into_tensor(whole, part, group=self._group)
         return whole[:numel]
 
-    def mean(self, bucket: Any, run: slice) -> Tensor:
-        """Return the mean over the chunks in a run of what this rank has of a bucket."""
-        return self._held[bucket][0][run]
-
     def moments(self, bucket: Any, run: slice) -> Moments:
         """Return the moments of a run of what this rank has of a bucket."""
         total, m2 = self._held[bucket]
-        assert m2 is not None
         return Moments(total[run], m2[run])
 
     def reset(self) -> None:
@@ -163,6 +157,5 @@ class BucketExchange:
         self.reduced = False
         for held in self._held.values():
             for moment in held:
-                if moment is not None:
-                    self._streams.use(moment)
+                self._streams.use(moment)
         self._held.clear()

@@ -142,7 +142,7 @@ class MegatronObserver(GradientObserver):
                 continue
             exchange, dtype = self._of.get(part.param), part.bucket.grad_data.dtype
             if exchange is not None and exchange.reduced and dtype.itemsize < 4 and tensor.grad is not None:
-                mean = exchange.mean(part.bucket, part.run)
+                mean = exchange.moments(part.bucket, part.run).total
                 held = tensor.grad.view(-1)
                 tensor.grad = torch.where(held == mean.to(dtype).float(), mean, held).view_as(tensor)
 
