@@ -29,22 +29,12 @@ def load_universal(folder: str | Path, model: nn.Module, optimizer: VROptimizer)
         ValueError: the optimizer cannot continue this state (``VROptimizer.load_state_dict``).
     """
     from ds_vrgd.engines.deepspeed.checkpoints.safe_load import CheckpointError, read_plain
-    from ds_vrgd.engines.deepspeed.checkpoints.universal import REST, read_manifest
+    from ds_vrgd.engines.deepspeed.checkpoints.universal import REST, read_layers
 
-    folder = Path(folder)
-    manifest = read_manifest(folder)
-    layers, groups = manifest["layers"], optimizer.param_groups
+    folder, groups = Path(folder), optimizer.param_groups
     names = {param: name for name, param in model.named_parameters()}
-    where = {
-        names[param]: (list(param.shape), index) for index, group in enumerate(groups) for param in group["params"]
-    }
-    saved = {name: (layer["shape"], layer["group"]) for name, layer in layers.items()}
-    if where != saved:
-        name = min(name for name in where.keys() | saved.keys() if where.get(name) != saved.get(name))
-        raise CheckpointError(
-            f"{folder}: {name} has (shape, param group) {saved.get(name, 'nothing')} in the checkpoint and "
-            f"{where.get(name, 'nothing')} here. Build the model and the param groups that were saved"
-        )
+    own = {names[param]: (list(param.shape), index) for index, group in enumerate(groups) for param in group["params"]}
+    layers = read_layers(folder, own, len(groups))
     common, rest = read_plain(folder / "zero" / "optimizer_state.pt"), read_plain(folder / REST)
     others = {name: own for name, own in model.state_dict(keep_vars=True).items() if name not in layers}
     for name in others.keys() - rest.keys():
@@ -57,8 +47,8 @@ def load_universal(folder: str | Path, model: nn.Module, optimizer: VROptimizer)
         parts = {key: _part(read_plain(path / f"{key}.pt")["param"], param) for key in ("fp32", *layer["states"])}
         weights.append((param, parts.pop("fp32")))
         state[index] = parts | {key: read_plain(path / f"{key}.pt") for key in layer["scalars"]}
-    own = optimizer.state_dict()["param_groups"]
-    options = [{**was, "params": now["params"]} for was, now in zip(common["param_groups"], own, strict=True)]
+    pairs = zip(common["param_groups"], optimizer.state_dict()["param_groups"], strict=True)
+    options = [{**was, "params": now["params"]} for was, now in pairs]
     optimizer.load_state_dict({"state": state, "param_groups": options})
     with torch.no_grad():
         for name in others.keys() & rest.keys():

@@ -21,7 +21,7 @@ from deepspeed.utils import logger
 from torch import Tensor, nn
 
 from ds_vrgd.engines.deepspeed.checkpoints.safe_load import CheckpointError, read_plain, run_nothing
-from ds_vrgd.engines.deepspeed.checkpoints.universal import REST, read_manifest
+from ds_vrgd.engines.deepspeed.checkpoints.universal import REST, read_layers
 from ds_vrgd.engines.deepspeed.observer import observer_of
 from ds_vrgd.engines.deepspeed.parallel import Engine
 from ds_vrgd.moments import ShardLayout, gathered
@@ -117,7 +117,9 @@ def load_universal(engine: Engine, folder: Path, *, load_optimizer_states: bool 
     with _together():
         group_of = wrapper.sub_group_to_group_id if is_stage_3 else range(len(observer.tensors))
         shards = [_Shard(group_of[i], tensor, observer.layout(tensor)) for i, tensor in enumerate(observer.tensors)]
-        layers = _check_layers(engine, folder, shards)
+        shapes = {name: list(getattr(param, "ds_shape", param.shape)) for param, name in engine.param_names.items()}
+        mine = {layer.name: (shapes[layer.name], shard.group) for shard in shards for layer in shard.layout.layers}
+        layers = read_layers(folder, mine, len(engine.basic_optimizer.param_groups))
         rest = _rest(engine, folder, layers)
         common = read_plain(folder / "zero" / "optimizer_state.pt")
         states = [_state(folder, layers, shard) for shard in shards] if load_optimizer_states else None
@@ -135,31 +137,6 @@ def load_universal(engine: Engine, folder: Path, *, load_optimizer_states: bool 
     for own, value in rest:
         with deepspeed.zero.GatheredParameters([own], modifier_rank=0):  # stage 3 cuts frozen weights, too
             own.data.copy_(value)
-
-
-def _check_layers(engine: Engine, folder: Path, shards: list[_Shard]) -> dict[str, Any]:
-    """Return the manifest's layers, which are the engine's: every parameter, in its shape and group, and no other."""
-    manifest = read_manifest(folder)
-    shapes = {name: list(getattr(param, "ds_shape", param.shape)) for param, name in engine.param_names.items()}
-    saved: dict[str, Any] = manifest["layers"]
-    if manifest["groups"] != (groups := len(engine.basic_optimizer.param_groups)):
-        raise CheckpointError(
-            f"{folder} has {manifest['groups']} param groups, and this engine {groups}: build the same ones"
-        )
-    own = {layer.name: shard.group for shard in shards for layer in shard.layout.layers}
-    for name in sorted(own.keys() ^ saved.keys()):
-        where = "the checkpoint has no" if name in own else "only the checkpoint has a"
-        raise CheckpointError(f"{folder}: {where} trained parameter {name}. Train the model that was saved")
-    for name, group in own.items():
-        before = saved[name]
-        if shapes[name] != before["shape"]:
-            raise CheckpointError(f"{folder}: {name} has shape {before['shape']}, and {shapes[name]} in this model")
-        if group != before["group"]:
-            raise CheckpointError(
-                f"{folder}: {name} was in param group {before['group']}, and is in {group} here, whose options "
-                "differ. Build the same param groups, in the same order"
-            )
-    return saved
 
 
 def _rest(engine: Engine, folder: Path, layers: dict[str, Any]) -> list[tuple[Tensor, Tensor]]:

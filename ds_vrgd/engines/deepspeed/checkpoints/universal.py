@@ -128,11 +128,16 @@ def to_universal(
     return target
 
 
-def read_manifest(folder: Path) -> dict[str, Any]:
-    """Return the list of what a converted checkpoint holds.
+def read_layers(folder: Path, own: Mapping[str, tuple[list[int], int]], groups: int) -> dict[str, Any]:
+    """Return the layers of a converted checkpoint, which are ``own``: every parameter as it was, and no other.
+
+    Args:
+        folder: the checkpoint.
+        own: by name, the whole shape of each trained parameter that is to get its weights, and its param group.
+        groups: the number of param groups.
 
     Raises:
-        CheckpointError: there is none, or it is of another format.
+        CheckpointError: it was not converted by ds-vrgd, is of another format, or is of another model or other groups.
     """
     path = folder / MANIFEST
     if not path.is_file():
@@ -143,7 +148,24 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     manifest: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     if manifest["format"] != FORMAT:
         raise CheckpointError(f"{path} is of format {manifest['format']}, and this ds_vrgd reads format {FORMAT}")
-    return manifest
+    if manifest["groups"] != groups:
+        raise CheckpointError(
+            f"{folder} has {manifest['groups']} param groups, and the optimizer here {groups}: build the same ones"
+        )
+    saved: dict[str, Any] = manifest["layers"]
+    for name in sorted(own.keys() ^ saved.keys()):
+        where = "the checkpoint has no" if name in own else "only the checkpoint has a"
+        raise CheckpointError(f"{folder}: {where} trained parameter {name}. Train the model that was saved")
+    for name, (shape, group) in own.items():
+        before = saved[name]
+        if shape != before["shape"]:
+            raise CheckpointError(f"{folder}: {name} has shape {before['shape']}, and {shape} in this model")
+        if group != before["group"]:
+            raise CheckpointError(
+                f"{folder}: {name} was in param group {before['group']}, and is in {group} here, whose options "
+                "differ. Build the same param groups, in the same order"
+            )
+    return saved
 
 
 def find(folder: Path, tag: str | None) -> Path:
