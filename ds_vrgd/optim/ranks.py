@@ -309,8 +309,7 @@ class RankWatch:
 
     def _begin(self, layers: int, ranks: int) -> None:
         self._layers = layers
-        self._last: Tensor | None = None
-        self._mean: Tensor | None = None
+        self._before: Tensor | None = None  # the ranks' deviations in the last step, and their running means
         self._compared = 0
         if ranks < FEWEST_RANKS:
             return
@@ -342,11 +341,9 @@ class RankWatch:
             self._of = report.layers, report.ranks
             self._begin(len(report.layers), len(report.ranks))
         self.steps += 1
-        found = self._not_finite(report)
-        if not found:
-            found = self._identical(report)
-            if not found and len(report.ranks) >= FEWEST_RANKS:
-                found = self._compare(report)
+        found = self._not_finite(report) or self._identical(report)
+        if not found and len(report.ranks) >= FEWEST_RANKS:
+            found = self._compare(report)
         return self.tell(found)
 
     def tell(self, found: Sequence[RankEvent]) -> list[RankEvent]:
@@ -460,14 +457,11 @@ class RankWatch:
         sketches = report.sketches * live[:, None, None]
         size = sketches.square().sum(2).mean(1).sqrt().clamp_(min=_TINY)
         own = (sketches / size[:, None, None]).transpose(0, 1).flatten(1)
-        found = torch.zeros(2, len(own), dtype=torch.double)
-        if self._last is not None and self._mean is not None:
-            before = torch.stack([self._last, self._mean])
+        found, mean = torch.zeros(2, len(own), dtype=torch.double), own
+        if (before := self._before) is not None:
             found = (own * before).sum(2) / (own.norm(dim=1) * before.norm(dim=2)).clamp_(min=_TINY)
-            self._mean = _MEMORY * self._mean + (1.0 - _MEMORY) * own
-        else:
-            self._mean = own
-        self._last = own
+            mean = _MEMORY * before[1] + (1.0 - _MEMORY) * own
+        self._before = torch.stack([own, mean])
         return found
 
     def _judged(
