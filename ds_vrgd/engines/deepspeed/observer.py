@@ -54,6 +54,8 @@ class EngineObserver(Observer):
     Attributes:
         mode: "fused", "observe", or "off" where DeepSpeed's reduction is left alone (``gamma=1``).
         why: what decided on the mode.
+        partition: process group over which the optimizer wrapper cuts the parameters; None where it keeps them whole.
+        tensors: the optimizer's on this rank, by param group, also while DeepSpeed keeps them out of the groups.
         copied: by observed weight of which other stages hold copies, the exchange of its gradients.
         chunks: where chunks begin and end; None for a pipeline, whose schedule decides it.
         ranks, window, judges, comparison: as in :class:`~ds_vrgd.optim.observer.Observer`.
@@ -72,6 +74,7 @@ class EngineObserver(Observer):
             choose_reduction(engine, optimizer.reduction, optimizer.watch) if exchanges else (False, "gamma=1")
         )
         self._holdings = holdings = holdings_of(engine, every_group=fused)
+        self.partition, self.tensors = holdings.group, tuple(holdings.layouts)
         self.mode = "fused" if fused else "observe" if holdings.routes or holdings.copies else "off"
         self.window = 0
         self._wrapper = engine.optimizer
@@ -218,16 +221,6 @@ class EngineObserver(Observer):
             self._moments.detach()
 
     # -- what the engine holds ----------------------------------------------------------------------------------------
-
-    @property
-    def partition(self) -> Any | None:
-        """The process group over which the optimizer wrapper cuts the parameters; None where it keeps them whole."""
-        return self._holdings.group
-
-    @property
-    def tensors(self) -> tuple[Tensor, ...]:
-        """The optimizer's tensors on this rank, by param group, also while DeepSpeed keeps them out of the groups."""
-        return tuple(self._holdings.layouts)
 
     def layout(self, tensor: Tensor) -> ShardLayout:
         """Return what one of the optimizer's tensors holds."""
