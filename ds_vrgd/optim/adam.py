@@ -12,7 +12,7 @@ from torch.optim.adam import adam as torch_adam
 from torch.optim.optimizer import ParamsT
 
 from ds_vrgd.kernels.records import AdamNumbers
-from ds_vrgd.optim.observer import Shard, by_group
+from ds_vrgd.optim.observer import Shard
 from ds_vrgd.optim.optimizer import VROptimizer
 from ds_vrgd.optim.options import documented, passed
 from ds_vrgd.optim.passes import Piece
@@ -128,17 +128,14 @@ class VRAdam(VROptimizer):
         shrink = 1.0 - lr * group["weight_decay"] if self.decoupled_decay else None
         return adam_numbers(group, step)._replace(lr=lr, shrink=shrink)
 
-    def _update_as_torch(self, shards: Sequence[Shard]) -> None:
-        for members in by_group(shards):
-            group, (beta1, beta2) = members[0].group, members[0].group["betas"]
-            averages, squares, steps = (
-                [shard.part(key) for shard in members] for key in ("exp_avg", "exp_avg_sq", "step")
-            )
-            torch_adam(
-                [shard.tensor for shard in members], [shard.grad for shard in members], averages, squares, [], steps,
-                foreach=None, amsgrad=False, maximize=False, beta1=beta1, beta2=beta2, lr=group["lr"], eps=group["eps"],
-                weight_decay=group["weight_decay"], decoupled_weight_decay=self.decoupled_decay,
-            )  # fmt: skip
+    def _update_as_torch(self, group: dict[str, Any], shards: Sequence[Shard]) -> None:
+        beta1, beta2 = group["betas"]
+        averages, squares, steps = ([shard.part(key) for shard in shards] for key in ("exp_avg", "exp_avg_sq", "step"))
+        torch_adam(
+            [shard.tensor for shard in shards], [shard.grad for shard in shards], averages, squares, [], steps,
+            foreach=None, amsgrad=False, maximize=False, beta1=beta1, beta2=beta2, lr=group["lr"], eps=group["eps"],
+            weight_decay=group["weight_decay"], decoupled_weight_decay=self.decoupled_decay,
+        )  # fmt: skip
 
 
 @documented

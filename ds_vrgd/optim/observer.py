@@ -231,11 +231,3 @@ class LayerStatistics:
         """Return the indices of the layers that have elements; a layer without any has no ratio."""
         layers = (layer for layout in self.table.layouts for layer in layout.layers)
         return [index for index, layer in enumerate(layers) if layer.numel]
-
-
-def by_group(shards: Sequence[Shard]) -> list[list[Shard]]:
-    """Return the shards of each param group, in the order of the groups."""
-    groups: dict[int, list[Shard]] = {}
-    for shard in shards:
-        groups.setdefault(id(shard.group), []).append(shard)
-    return list(groups.values())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -360,8 +361,9 @@ class VROptimizer(Rule, torch.optim.Optimizer):
         for shard in plain:
             if shard.scale is not None:
                 shard.grad = shard.grad * shard.scale
-        if plain:
-            self._update_as_torch(plain)
+        for _, run in itertools.groupby(plain, lambda shard: id(shard.group)):
+            alike = list(run)
+            self._update_as_torch(alike[0].group, alike)
         if self._counts:
             self._sum_over_ranks([])
         self.observer.after_step()

@@ -76,8 +76,8 @@ class Rule:
         """Return the numbers of a step that the kernels need; ``step`` counts from 1, where the rule counts."""
         raise NotImplementedError
 
-    def _update_as_torch(self, shards: Sequence[Shard]) -> None:
-        """Do the step of torch's optimizer on ``shard.grad``, bit for bit."""
+    def _update_as_torch(self, group: dict[str, Any], shards: Sequence[Shard]) -> None:
+        """Do the step of torch's optimizer on ``shard.grad`` of the shards of a param group, bit for bit."""
         raise NotImplementedError
 
 

@@ -11,7 +11,7 @@ from torch.optim.optimizer import ParamsT
 from torch.optim.sgd import sgd as torch_sgd
 
 from ds_vrgd.kernels.records import MomentumNumbers
-from ds_vrgd.optim.observer import Shard, by_group
+from ds_vrgd.optim.observer import Shard
 from ds_vrgd.optim.optimizer import VROptimizer
 from ds_vrgd.optim.options import documented, passed
 from ds_vrgd.optim.passes import Piece
@@ -112,15 +112,13 @@ class VRSGD(VROptimizer):
     def _numbers(self, group: dict[str, Any], step: int) -> MomentumNumbers:
         return momentum_numbers(group)
 
-    def _update_as_torch(self, shards: Sequence[Shard]) -> None:
-        for members in by_group(shards):
-            group = members[0].group
-            torch_sgd(
-                [shard.tensor for shard in members], [shard.grad for shard in members],
-                [shard.part("momentum_buffer") if group["momentum"] else None for shard in members],
-                has_sparse_grad=False, foreach=None, weight_decay=group["weight_decay"], momentum=group["momentum"],
-                lr=group["lr"], dampening=0.0, nesterov=group["nesterov"], maximize=False,
-            )  # fmt: skip
+    def _update_as_torch(self, group: dict[str, Any], shards: Sequence[Shard]) -> None:
+        torch_sgd(
+            [shard.tensor for shard in shards], [shard.grad for shard in shards],
+            [shard.part("momentum_buffer") if group["momentum"] else None for shard in shards],
+            has_sparse_grad=False, foreach=None, weight_decay=group["weight_decay"], momentum=group["momentum"],
+            lr=group["lr"], dampening=0.0, nesterov=group["nesterov"], maximize=False,
+        )  # fmt: skip
 
 
 @documented
