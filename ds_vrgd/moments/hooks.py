@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from ds_vrgd.moments.streams import on_host
 
 
 def value_of(grad: Tensor) -> Tensor:
@@ -88,22 +90,36 @@ class Discards:
 
     ``module.zero_grad(set_to_none=False)`` and ``p.grad.data.zero_()`` leave a ``.grad`` of zeros in place of one that
     was not zero; zeros that autograd itself left do not count. One pass over the gradients after each backward pass,
-    and one before the next.
+    and one before the next, whose result is best asked for at the end of that: then nobody waits for it.
     """
 
     def __init__(self) -> None:
         self._left: list[tuple[Tensor, Tensor]] = []
+        self._looked: list[tuple[list[Tensor], Callable[[], Sequence[Tensor]]]] = []
 
     def record(self, params: Iterable[Tensor]) -> None:
         """Remember which parameters' ``.grad`` holds anything after a backward pass."""
         held = [param for param in params if param.grad is not None and param.numel()]
-        # The norms stay on their device: nobody waits for them unless another pass follows.
+        # The norms stay on their device.
         self._left = list(zip(held, _largest(held), strict=True))
 
+    def look(self) -> None:
+        """Compare the gradients with what the last backward pass has left; nothing waits."""
+        alike: dict[tuple[torch.device, torch.dtype], list[tuple[Tensor, Tensor]]] = {}
+        for param, norm in self._left:
+            alike.setdefault((norm.device, norm.dtype), []).append((param, norm))
+        for left in alike.values():
+            held = [param for param, _ in left if param.grad is not None]
+            norms = dict(zip(held, _largest(held), strict=True))
+            before = torch.stack([norm for _, norm in left])
+            after = torch.stack([norms.get(param, torch.zeros_like(norm)) for param, norm in left])
+            self._looked.append(([param for param, _ in left], on_host([(before != 0) & (after == 0)])))
+
     def found(self) -> list[Tensor]:
-        """Return the parameters whose gradient was there after the last backward pass and is gone now."""
-        zero = set(zeros_among(param for param, _ in self._left))
-        return [param for param, norm in self._left if (param.grad is None or param in zero) and norm]
+        """Return the parameters whose gradient was there after a backward pass, and gone at the look that followed."""
+        looked, self._looked = self._looked, []
+        flags = [(params, wait()[0].tolist()) for params, wait in looked]
+        return [param for params, gone in flags for param, is_gone in zip(params, gone, strict=True) if is_gone]
 
     def are_all(self, discarded: Iterable[Tensor]) -> bool:
         """Return whether the last backward pass left nothing except for what was discarded."""
@@ -112,4 +128,4 @@ class Discards:
 
     def clear(self) -> None:
         """Begin the next window."""
-        self._left = []
+        self._left, self._looked = [], []

@@ -111,8 +111,14 @@ class ReplicatedMoments:
 
     def drop(self, param: Tensor) -> None:
         """Forget this window's chunks of one parameter, and what a backward pass that broke off has left."""
+        self.drop_complete(param)
         if param in self._held:
-            self._held[param].chunks, self._held[param].pending = 0, None
+            self._held[param].pending = None
+
+    def drop_complete(self, param: Tensor) -> None:
+        """Forget this window's chunks of one parameter except for the open one."""
+        if param in self._held:
+            self._held[param].chunks = 0
         if self._norms is not None:
             self._norms.forget(param)
 

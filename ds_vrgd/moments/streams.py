@@ -1,8 +1,8 @@
-"""The order between the streams that gradients come from and the one that exchanges run on."""
+"""The order between the streams that gradients come from and the one that exchanges run on; and copies to the host."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -71,3 +71,22 @@ class Streams:
         """Keep the memory of ``tensor``, once it is freed, until the caller's stream has come this far."""
         if self._side is not None:
             tensor.record_stream(self.here())
+
+
+def on_host(tensors: Sequence[Tensor]) -> Callable[[], Sequence[Tensor]]:
+    """Begin to copy tensors to the CPU, and return a call that waits for what was begun before, and returns them.
+
+    Args:
+        tensors: all of one device; on a CPU they are returned as they are.
+    """
+    copies = [tensor.to("cpu", non_blocking=True) for tensor in tensors]  # from CUDA into pinned memory
+    if not tensors or not tensors[0].is_cuda:
+        return lambda: copies
+    copied = torch.cuda.Event()
+    copied.record(torch.cuda.current_stream(tensors[0].device))
+
+    def wait() -> Sequence[Tensor]:
+        copied.synchronize()
+        return copies
+
+    return wait

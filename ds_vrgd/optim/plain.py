@@ -224,7 +224,7 @@ class PlainObserver(GradientObserver):
         if grad.layout is not torch.strided:
             raise ValueError("sparse gradients are not supported: build the embedding with sparse=False")
         if not self._is_running():
-            self._forget_discarded()
+            self._look_for_discarded()
         if param.grad is None:
             self._forget(param)
         self._expect_end()
@@ -238,11 +238,16 @@ class PlainObserver(GradientObserver):
         for params in self._unfinished.values():
             params.discard(param)
 
-    def _forget_discarded(self) -> None:
-        """Forget the chunks of gradients that were set to zero since the last backward pass."""
-        broken = [param for params in self._unfinished.values() for param in params]
-        for param in [*self._discards.found(), *zeros_among(broken)]:
+    def _look_for_discarded(self) -> None:
+        """Look which gradients were set to zero since the last backward pass: their chunks are forgotten at its end."""
+        self._forget_discarded()  # which the last pass did not come to, where it broke off
+        for param in zeros_among(param for params in self._unfinished.values() for param in params):
             self._forget(param)
+        self._discards.look()
+
+    def _forget_discarded(self) -> None:
+        for param in self._discards.found():
+            self._window().drop_complete(param)
 
     def on_accumulated(self, param: Tensor) -> None:
         """Copy the last gradient where a hook has made ``.grad`` of the same memory."""
@@ -262,6 +267,7 @@ class PlainObserver(GradientObserver):
         outer = torch._C._current_autograd_node()
         if outer is None:
             self._pass = None
+            self._forget_discarded()
             self._window().end_micro_batch()
             # DDP changes .grad in a callback of its own, which may have been queued after this one.
             record = functools.partial(self._discards.record, self._observed)

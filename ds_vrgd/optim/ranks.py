@@ -12,13 +12,13 @@ import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from ds_vrgd.moments.compare import LEAST_SHARE, Comparison, RankSums, add_rows_, columns_of, views
 from ds_vrgd.moments.layout import SUM_DTYPE
+from ds_vrgd.moments.streams import on_host
 from ds_vrgd.optim import world
 from ds_vrgd.optim.observer import BadGradient, Observer
 
@@ -591,8 +591,7 @@ class RankRecorder:
         self._optimizer, self._policy = optimizer, policy
         self._ranks, self._nodes = RankWatch(), RankWatch()
         self._window, self._is_first, self._steps = -1, False, 0
-        self._pending: list[tuple[Comparison, RankSums, float]] = []
-        self._copied: Any = None
+        self._pending: list[tuple[Comparison, Callable[[], Sequence[Tensor]], float]] = []
 
     def take(self, observer: Observer) -> None:
         """Sum what was compared in a window, once. A collective of the ranks that are compared.
@@ -618,12 +617,9 @@ class RankRecorder:
         parts = k // comparison.at_once
         unit = observer.unit(k) ** 2 / parts
         device = observer.ranks.device or comparison.device or torch.device("cpu")
-        self._pending.append((comparison, _on_host(comparison.totals(device)), unit))
+        self._pending.append((comparison, on_host(comparison.totals(device)), unit))
         if (across := comparison.across) is not None:  # what travels between nodes is the sum of a window
-            self._pending.append((across, _on_host(across.totals(device)), unit / parts))
-        if device.type == "cuda":
-            self._copied = torch.cuda.Event()
-            self._copied.record()
+            self._pending.append((across, on_host(across.totals(device)), unit / parts))
 
     def _begin(self, comparison: Comparison) -> None:
         """Report once what cannot be told; each group of ranks that are compared has a first one, which logs."""
@@ -643,11 +639,9 @@ class RankRecorder:
         """
         if not self._pending:
             return
-        if self._copied is not None:
-            self._copied.synchronize()
-        pending, self._pending, self._copied = self._pending, [], None
+        pending, self._pending = self._pending, []
         reports = [
-            RankReport.of_sums(self._steps - 1, compared.names, compared.ranks, sums, unit)
+            RankReport.of_sums(self._steps - 1, compared.names, compared.ranks, RankSums(*sums()), unit)
             for compared, sums, unit in pending
         ]
         self.report = replace(reports[0], nodes=reports[1]) if len(reports) > 1 else reports[0]
@@ -686,14 +680,6 @@ class RankRecorder:
         elif self._is_first:
             for event in events:
                 logging.getLogger("ds_vrgd").warning("%s: %s", self._optimizer, event)
-
-
-def _on_host(sums: RankSums) -> RankSums:
-    """Return sums on the CPU: a copy from a GPU is under way, and nobody waits for it."""
-    if sums.peak.device.type != "cuda":
-        return sums
-    host = [torch.empty(part.shape, dtype=part.dtype, pin_memory=True) for part in sums]
-    return RankSums(*[to.copy_(part, non_blocking=True) for to, part in zip(host, sums, strict=True)])
 
 
 def _median(values: Tensor) -> Tensor:

@@ -159,11 +159,14 @@ def test_gradients_that_autograd_left_at_zero_are_chunks(pattern: tuple[float, .
     same(model, reference)
 
 
-def test_a_pass_that_broke_off_is_dropped_in_place() -> None:
+@pytest.mark.parametrize("dropped_before", [False, True])
+def test_a_pass_that_broke_off_is_dropped_in_place(dropped_before: bool) -> None:
     model = Regression()
     optimizer = VRSGD(model.parameters(), lr=0.5)
     reference = reference_of(optimizer, model)
     (model.loss(50)).backward()
+    if dropped_before:
+        model.zero_grad(set_to_none=False)
     break_off(model)
     model.zero_grad(set_to_none=False)
     chunks = chunks_of(model, range(3))

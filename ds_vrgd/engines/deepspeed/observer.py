@@ -128,6 +128,7 @@ class EngineObserver(Observer):
         if self._discards is None:
             return
         # Forget the chunks of gradients that were set to zero since the last backward pass.
+        self._discards.look()
         discarded = self._discards.found()
         if self._holdings.copies:
             assert self._moments is not None
