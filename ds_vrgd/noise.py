@@ -127,9 +127,8 @@ def gsnr_stats(engine_or_optimizer: Any) -> GSNRStatistics:
         assert part.clamped_low is not None
         assert part.clamped_high is not None
         rows = torch.stack([part.mean_ratio, part.clamped_low, part.clamped_high], 1).tolist()
-        shares = [layer.share for layout in part.table.layouts for layer in layout.layers]
-        yardsticks = zip(shares, part.gamma.tolist(), strict=True)
-        noise = [clamped_by_noise(part.k // share, gamma) or () for share, gamma in yardsticks]
+        yardsticks = zip(part.table.layers, part.gamma.tolist(), strict=True)
+        noise = [clamped_by_noise(part.k // layer.share, gamma) or () for layer, gamma in yardsticks]
         layers |= {part.table.names[index]: LayerGSNR(*rows[index], *noise[index]) for index in part.measured}
     return GSNRStatistics(measured[-1].k, layers)
 
@@ -190,7 +189,7 @@ def gradient_noise(engine_or_optimizer: Any, chunk_size: float | None = None) ->
         chunk_size = float(micro_batch())
     _require_positive(chunk_size)
     parts = _measured(engine_or_optimizer)
-    if any(layer.share > 1 for part in parts for layout in part.table.layouts for layer in layout.layers):
+    if any(layer.share > 1 for part in parts for layer in part.table.layers):
         raise NoiseScaleUnknown(
             "the noise scale of a model with an expert-parallel size above 1 is not known: each rank holds other "
             "experts, and no rank holds the whole model. gsnr_stats() has the layers one by one"

@@ -129,7 +129,7 @@ class LayerTable:
         device: where the shards are.
 
     Attributes:
-        names: of the layers, ``L`` of them.
+        layers, names: of all shards, ``L`` of them.
         numels: ``(L,)``, elements of each layer on all ranks together.
         shares: ``(L,)``, micro-batches that make one of each layer's chunks together.
         cuts: by process group, in the order of the layers: which layers are cut over it, ``(at most L,)`` int64; None
@@ -138,7 +138,7 @@ class LayerTable:
 
     def __init__(self, layouts: Sequence[ShardLayout], device: torch.device) -> None:
         self.layouts = tuple(layouts)
-        layers = [layer for layout in self.layouts for layer in layout.layers]
+        self.layers = layers = [layer for layout in self.layouts for layer in layout.layers]
         self.names = [layer.name for layer in layers]
         self.numels = torch.tensor([layer.numel for layer in layers], dtype=SUM_DTYPE, device=device)
         self.shares = torch.tensor([layer.share for layer in layers], dtype=SUM_DTYPE, device=device)

@@ -229,5 +229,4 @@ class LayerStatistics:
     @property
     def measured(self) -> list[int]:
         """Return the indices of the layers that have elements; a layer without any has no ratio."""
-        layers = (layer for layout in self.table.layouts for layer in layout.layers)
-        return [index for index, layer in enumerate(layers) if layer.numel]
+        return [index for index, layer in enumerate(self.table.layers) if layer.numel]
