@@ -14,8 +14,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-import torch
-
 import ds_vrgd
 from ds_vrgd.noise import NoiseScale
 from ds_vrgd.schedules import square_root_scaled_lr
@@ -30,7 +28,7 @@ from evidence.batch_warmup_report import (
     tables,
     worth,
 )
-from evidence.bert_data import GENERAL_8K, SPEECHES, prepared
+from evidence.bert_data import GENERAL_8K, SPEECHES
 from evidence.experiment import FULL, Experiment, Row
 from evidence.language_model import (
     CAUSAL,
@@ -40,9 +38,10 @@ from evidence.language_model import (
     drawn_rows,
     held_out_loss,
     inputs_and_labels,
-    load_text,
     make_model,
     make_optimizer,
+    on_text,
+    prepare,
 )
 from evidence.meter import ALMOST_1, CHUNKS
 from evidence.tuning import best, tune
@@ -178,16 +177,6 @@ def batch_by_hand(first: int, seen: int, doubled_at: Sequence[int]) -> int:
     return first << sum(seen >= examples for examples in doubled_at)
 
 
-def measure(setting: Setting) -> Row:
-    """Train and evaluate; on a CPU with one thread: so small a model gains nothing from others, which wait for it."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        return train(setting, load_text(setting.text, setting.sequence_length))
-    finally:
-        torch.set_num_threads(threads)
-
-
 def train(setting: Setting, text: Text) -> Row:
     """Train to the target.
 
@@ -249,16 +238,10 @@ def _meter(setting: Setting, batch: int, before: ds_vrgd.NoiseScaleMeter | None 
     return meter
 
 
-def prepare(to_measure: Sequence[Setting]) -> None:
-    """Prepare the texts once for all processes."""
-    for text in dict.fromkeys(setting.text for setting in to_measure):
-        prepared(text)
-
-
 EXPERIMENT = Experiment(
     "Batch warm-up: fixed batches, a schedule made by hand, and the meter",
     settings,
-    measure,
+    on_text(train),
     tables,
     draw,
     (14.0, 4.2),

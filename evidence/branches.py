@@ -25,7 +25,6 @@ from evidence.bert_data import GENERAL_8K, HELD_OUT_BATCH, SPEECHES
 from evidence.bert_report import worth
 from evidence.branches_report import SAME, SQUARE_ROOT, draw, tables
 from evidence.experiment import FULL, Experiment, Row
-from evidence.language import prepare
 from evidence.language_model import (
     CAUSAL,
     Examples,
@@ -35,9 +34,10 @@ from evidence.language_model import (
     chunks,
     drawn_rows,
     inputs_and_labels,
-    load_text,
     make_model,
     make_optimizer,
+    on_text,
+    prepare,
 )
 from evidence.language_report import BETA1, BETA2
 from evidence.meter import ALMOST_1, CHUNKS
@@ -198,16 +198,6 @@ def losses(model: LanguageModel, examples: Examples) -> Tensor:
     return torch.cat(parts)
 
 
-def measure(setting: Setting) -> Row:
-    """Run a trunk, and its branches; on a CPU with one thread, as so small a model gains nothing from others."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        return run_trunk(setting, load_text(setting.text, setting.sequence_length))
-    finally:
-        torch.set_num_threads(threads)
-
-
 def run_trunk(setting: Setting, text: Text) -> Row:
     """Run a trunk on a text, and its branches if the setting has some.
 
@@ -313,7 +303,7 @@ def measure_noise(setting: Setting, metered: Run, state: State, examples: Exampl
 EXPERIMENT = Experiment(
     "The critical batch size, by branching a run",
     settings,
-    measure,
+    on_text(run_trunk),
     tables,
     draw,
     (13.0, 8.0),

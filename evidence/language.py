@@ -7,7 +7,6 @@ beta1 = 0.9. Plain PyTorch, one process.
 
 from __future__ import annotations
 
-import gc
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -16,7 +15,7 @@ import torch
 
 import ds_vrgd
 from ds_vrgd.schedules import warmup_polynomial_lr
-from evidence.bert_data import GENERAL_8K, SPEECHES, prepared
+from evidence.bert_data import GENERAL_8K, SPEECHES
 from evidence.bert_report import worth
 from evidence.controls import CONTROLS, Control, controlled
 from evidence.experiment import FULL, Experiment, Row
@@ -29,9 +28,10 @@ from evidence.language_model import (
     drawn_rows,
     held_out_loss,
     inputs_and_labels,
-    load_text,
     make_model,
     make_optimizer,
+    on_text,
+    prepare,
 )
 from evidence.language_report import (
     BETA1,
@@ -221,17 +221,6 @@ def _search(rows: Sequence[Row], betas: Sequence[float], start: float) -> list[C
     return called
 
 
-def measure(setting: Setting) -> Row:
-    """Train and evaluate; on a CPU with one thread: so small a model gains nothing from others, which wait for it."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        return train(setting, load_text(setting.text, setting.sequence_length))
-    finally:
-        torch.set_num_threads(threads)
-        gc.collect()  # a model and its graphs refer to each other
-
-
 def train(setting: Setting, text: Text) -> Row:
     """Train on a text and evaluate.
 
@@ -277,16 +266,10 @@ def _ratios(setting: Setting, optimizer: torch.optim.Optimizer) -> list[float | 
     return [means.mean_ratio, means.clamped_low, means.clamped_high]
 
 
-def prepare(to_measure: Sequence[Setting]) -> None:
-    """Prepare the texts once for all processes."""
-    for text in dict.fromkeys(setting.text for setting in to_measure):
-        prepared(text)
-
-
 EXPERIMENT = Experiment(
     "A language model: twins, bases and controls of the ratio",
     settings,
-    measure,
+    on_text(train),
     tables,
     draw,
     (14.0, 9.0),

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+import gc
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -19,6 +20,7 @@ from ds_vrgd_recipes.bert.examples import IGNORED_LABEL
 from ds_vrgd_recipes.bert.store import Split
 from ds_vrgd_recipes.run.groups import parameter_groups
 from evidence.bert_data import prepared
+from evidence.experiment import Row
 
 #: Layers, width and heads.
 MODELS = {"small": (4, 256, 4), "wide": (2, 512, 8), "toy": (2, 32, 2)}
@@ -204,3 +206,27 @@ def held_out_loss(model: nn.Module, examples: Examples, micro_batch: int) -> flo
     ):
         total += model(ids, labels).double() * count.sum()
     return float(total / counts.sum())
+
+
+def prepare(to_measure: Sequence[Any]) -> None:
+    """Prepare the texts of settings once for all processes."""
+    for text in dict.fromkeys(setting.text for setting in to_measure):
+        prepared(text)
+
+
+def on_text(train: Callable[[Any, Text], Row]) -> Callable[[Any], Row]:
+    """Return a function that runs ``train`` with a setting and its text.
+
+    On a CPU with one thread: so small a model gains nothing from others, which wait for it.
+    """
+
+    def measure(setting: Any) -> Row:
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)
+        try:
+            return train(setting, load_text(setting.text, setting.sequence_length))
+        finally:
+            torch.set_num_threads(threads)
+            gc.collect()  # a model and its graphs refer to each other
+
+    return measure

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from ds_vrgd.noise import NoiseScale, NoiseScaleMeter
 from evidence import batch_warmup
@@ -35,24 +34,12 @@ from evidence.batch_warmup_report import (
 from evidence.experiment import Row
 from evidence.language_model import Text
 from evidence.meter import ALMOST_1
+from tests.evidence.counting import LENGTH
 
-PIECES, LENGTH = 24, 8
 TINY = Setting(
     "toy", "speeches", LENGTH, 256, 99, 0.0, "AdamW", METER, 16, 64, 16, 1e-2, 0, warmup=64, interval=64, held_out=16,
     decay=0.9, every=4,
 )  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def text() -> Text:
-    """Every token is the one before plus one, which a model with context can learn."""
-
-    def rows(count: int, seed: int) -> Tensor:
-        starts = torch.randint(1, PIECES, (count, 1), generator=torch.Generator().manual_seed(seed))
-        return (starts + torch.arange(LENGTH) - 1) % (PIECES - 1) + 1
-
-    frequencies = torch.full((PIECES,), -math.log(PIECES - 1), dtype=torch.float64)
-    return Text(rows(512, 0), rows(16, 1), frequencies, 0)
 
 
 # -- policies ---------------------------------------------------------------------------------------------------------

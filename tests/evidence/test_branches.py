@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 import ds_vrgd
 from evidence import branches
@@ -43,20 +42,9 @@ from evidence.branches_report import (
 from evidence.experiment import Row
 from evidence.language_model import MODELS, Examples, Text, drawn_rows
 from evidence.tuning import SEEDS
+from tests.evidence.counting import LENGTH
 
-PIECES, LENGTH = 24, 8
 TINY = Setting(BRANCH, "toy", "speeches", LENGTH, "AdamW", 5e-3, 1, 16, 4, (4, 8), (8, 16, 32), 64, 2, 4, 16)
-
-
-@pytest.fixture(scope="module")
-def text() -> Text:
-    """Every token is the one before plus one, which a model with context can learn."""
-
-    def rows(count: int, seed: int) -> Tensor:
-        starts = torch.randint(1, PIECES, (count, 1), generator=torch.Generator().manual_seed(seed))
-        return (starts + torch.arange(LENGTH) - 1) % (PIECES - 1) + 1
-
-    return Text(rows(512, 0), rows(16, 1), torch.full((PIECES,), -math.log(PIECES)), 0)
 
 
 @pytest.fixture(scope="module")

@@ -32,23 +32,11 @@ from evidence.language_report import (
     paired,
     tables,
 )
+from tests.evidence.counting import LENGTH, MASK, PIECES
 
-PIECES, LENGTH, MASK = 24, 8, 0
 # Below k = 8 the optimizers warn.
 TINY = Setting("toy", "speeches", "causal", LENGTH, 128, 32, 8, "VRAdamW", 1e-2, 0.9, 0, held_out=16)
 TWINS = ("VRAdamW", "VRLAMB", "VRMomentum")
-
-
-@pytest.fixture(scope="module")
-def text() -> Text:
-    """Every token is the one before plus one, which a model with context can learn."""
-
-    def rows(count: int, seed: int) -> Tensor:
-        starts = torch.randint(1, PIECES, (count, 1), generator=torch.Generator().manual_seed(seed))
-        return (starts + torch.arange(LENGTH) - 1) % (PIECES - 1) + 1
-
-    frequencies = torch.full((PIECES,), -math.log(PIECES - 1), dtype=torch.float64)
-    return Text(rows(512, 0), rows(16, 1), frequencies, MASK)
 
 
 # -- the plan ---------------------------------------------------------------------------------------------------------

@@ -1,0 +1,14 @@
+"""What several tests of experiments train on."""
+
+from __future__ import annotations
+
+import pytest
+
+from evidence.language_model import Text
+from tests.evidence.counting import counting_text
+
+
+@pytest.fixture(scope="session")
+def text() -> Text:
+    """The text of ``counting_text``."""
+    return counting_text()
