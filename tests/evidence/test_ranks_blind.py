@@ -158,9 +158,8 @@ def test_a_missed_update_is_that_of_the_step_before(
         assert all(close) if same else not any(close)
 
 
-@pytest.mark.parametrize(
-    ("ranks", "model"), [("replicas", "transformer"), pytest.param("fsdp2", "convolution", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("ranks", "model"), [("replicas", "transformer"), ("fsdp2", "convolution")])
 def test_row_and_report(ranks: str, model: str) -> None:
     from matplotlib.figure import Figure
 

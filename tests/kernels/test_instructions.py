@@ -57,7 +57,7 @@ def test_tensors_that_are_not_aligned_are_read_element_by_element() -> None:
     assert "ld.global.v4" not in compiled("lamb_apply", aligned=False)
 
 
-@pytest.mark.parametrize("ranks", [2, 4, 8, 16])
+@pytest.mark.parametrize("ranks", [2, 4, 8, pytest.param(16, marks=pytest.mark.slow)])
 def test_the_comparison_of_the_ranks_compiles(ranks: int) -> None:
     triton = pytest.importorskip("triton")
     from triton.backends.compiler import GPUTarget
