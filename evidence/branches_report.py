@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 SAME, SQUARE_ROOT = "same", "sqrt"
-TOLERANCE = 0.01  # nats a token, that of Merrill et al.
+TOLERANCE = 0.01  # nats a token
 TOLERANCES = (0.005, TOLERANCE, 0.02, 0.05)
 
 
