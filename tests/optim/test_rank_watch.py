@@ -51,7 +51,7 @@ def scaled(factor: float, *layers: str, rank: int = 5) -> Callable[[Gradients, i
     return apply
 
 
-@pytest.mark.parametrize("ranks", [4, 8])
+@pytest.mark.parametrize("ranks", [4, pytest.param(8, marks=pytest.mark.slow)])
 def test_clean_steps_raise_no_alarm(ranks: int) -> None:
     watch, events = followed(1500, ranks=ranks, seed=3)
     assert events == []

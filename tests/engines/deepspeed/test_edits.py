@@ -507,17 +507,17 @@ Run = tuple[str, str, str]
 RUNS: list[Run] = [
     *(("drops", name, "engine") for name in CASES),
     *(("sets", name, "at once") for name in CASES if name != "BF16_Optimizer"),  # DeepSpeed's setter writes elsewhere
-    *(("masks", name, "") for name in CASES),
     *(("masks_afterwards", name, "on the last rank") for name in CASES),
     *(("branches", name, "in turns") for name in CASES | STALE),
     *(("all_at_once", name, "") for name in CASES if name != "BF16_Optimizer"),
     *(("two_losses", name, "two forwards") for name in CASES),
-    *(("joint_loss", name, "") for name in CASES),
     *(("unannounced", name, "") for name in CASES if "stage 0" not in name),
     *(("discriminators", name, "one forward") for name in CASES if name not in EPILOGUE_FAILS),
     *(("rebuilt", name, "left") for name in CASES),
 ]
 MORE_RUNS: list[Run] = [
+    *(("masks", name, "") for name in CASES),
+    *(("joint_loss", name, "") for name in CASES),
     *(("drops", name, by) for name in CASES for by in ("wrapper", "both")),
     *(("sets", name, "after a drop") for name in CASES if name != "BF16_Optimizer"),
     *(("masks_afterwards", name, "on all ranks") for name in CASES),

@@ -48,7 +48,11 @@ def read(path: Path) -> Any:
 
 
 @pytest.mark.parametrize(
-    "optimizer", [("--epochs", "60"), ("--epochs", "40", "--optimizer", "VRAdamW", "--micro-batch", "4")]
+    "optimizer",
+    [
+        ("--epochs", "60"),
+        pytest.param(("--epochs", "40", "--optimizer", "VRAdamW", "--micro-batch", "4"), marks=pytest.mark.slow),
+    ],
 )
 def test_twenty_questions_are_learned_by_heart(
     folder: Path, tmp_path: Path, optimizer: tuple[str, ...], capsys: pytest.CaptureFixture[str]
