@@ -68,15 +68,17 @@ class GradientHook:
 
 def zeros_among(params: Iterable[Tensor]) -> list[Tensor]:
     """Return the parameters whose ``.grad`` is zero everywhere; waits once for each device and dtype."""
+    found = [(held, torch.stack(_largest(held)).tolist()) for held in _alike(params)]
+    return [param for held, norms in found for param, norm in zip(held, norms, strict=True) if norm == 0.0]
+
+
+def _alike(params: Iterable[Tensor]) -> Iterable[list[Tensor]]:
+    """Return the parameters that have a gradient, by its device and dtype."""
     alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for param in params:
         if param.grad is not None and param.numel():
             alike.setdefault((param.grad.device, param.grad.dtype), []).append(param)
-    zero: list[Tensor] = []
-    for held in alike.values():
-        norms = torch.stack(_largest(held)).tolist()
-        zero += [param for param, norm in zip(held, norms, strict=True) if norm == 0.0]
-    return zero
+    return alike.values()
 
 
 def _largest(params: Iterable[Any]) -> list[Tensor]:
@@ -94,26 +96,20 @@ class Discards:
     """
 
     def __init__(self) -> None:
-        self._left: list[tuple[Tensor, Tensor]] = []
+        self._left: list[tuple[list[Tensor], Tensor]] = []
         self._looked: list[tuple[list[Tensor], Callable[[], Sequence[Tensor]]]] = []
 
     def record(self, params: Iterable[Tensor]) -> None:
         """Remember which parameters' ``.grad`` holds anything after a backward pass."""
-        held = [param for param in params if param.grad is not None and param.numel()]
-        # The norms stay on their device.
-        self._left = list(zip(held, _largest(held), strict=True))
+        self._left = [(held, torch.stack(_largest(held))) for held in _alike(params)]  # on their devices
 
     def look(self) -> None:
         """Compare the gradients with what the last backward pass has left; nothing waits."""
-        alike: dict[tuple[torch.device, torch.dtype], list[tuple[Tensor, Tensor]]] = {}
-        for param, norm in self._left:
-            alike.setdefault((norm.device, norm.dtype), []).append((param, norm))
-        for left in alike.values():
-            held = [param for param, _ in left if param.grad is not None]
+        for params, before in self._left:
+            held, zero = [param for param in params if param.grad is not None], before.new_zeros(())
             norms = dict(zip(held, _largest(held), strict=True))
-            before = torch.stack([norm for _, norm in left])
-            after = torch.stack([norms.get(param, torch.zeros_like(norm)) for param, norm in left])
-            self._looked.append(([param for param, _ in left], on_host([(before != 0) & (after == 0)])))
+            after = torch.stack([norms.get(param, zero) for param in params])
+            self._looked.append((params, on_host([(before != 0) & (after == 0)])))
 
     def found(self) -> list[Tensor]:
         """Return the parameters whose gradient was there after a backward pass, and gone at the look that followed."""
@@ -124,7 +120,8 @@ class Discards:
     def are_all(self, discarded: Iterable[Tensor]) -> bool:
         """Return whether the last backward pass left nothing except for what was discarded."""
         gone = set(discarded)
-        return all(param in gone or not norm for param, norm in self._left)
+        left = [pair for params, norms in self._left for pair in zip(params, norms.tolist(), strict=True)]
+        return all(param in gone or not norm for param, norm in left)
 
     def clear(self) -> None:
         """Begin the next window."""

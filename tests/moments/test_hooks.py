@@ -1,0 +1,39 @@
+"""Looking for gradients that were thrown away takes as many launches for many parameters as for one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ds_vrgd.moments import Discards
+
+
+class Count(TorchDispatchMode):
+    """Counts the operations inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operations = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.operations += 1
+        return func(*args, **(kwargs or {}))
+
+
+def operations_of(count: int) -> int:
+    params = [nn.Parameter(torch.ones(2)) for _ in range(count)]
+    for param in params:
+        param.grad = torch.ones(2)
+    discards = Discards()
+    with Count() as counted:
+        discards.record(params)
+        discards.look()
+    assert discards.found() == []
+    return counted.operations
+
+
+def test_operations_do_not_grow_with_the_parameters() -> None:
+    assert operations_of(50) == operations_of(1) > 0
