@@ -43,6 +43,7 @@ from evidence.language_model import (
     on_text,
     prepare,
 )
+from evidence.language_report import BETA1
 from evidence.meter import ALMOST_1, CHUNKS
 from evidence.tuning import best, tune
 
@@ -189,7 +190,7 @@ def train(setting: Setting, text: Text) -> Row:
     doublings = round(math.log2(setting.largest // setting.batch))
     sizes = [(setting.batch << number) // setting.k for number in range(doublings + 1)]
     model = make_model(setting.model, text, CAUSAL, setting.seed, sizes)
-    optimizer = make_optimizer(f"VR{setting.optimizer}", model, setting.rate, 0.9, gamma=ALMOST_1)
+    optimizer = make_optimizer(f"VR{setting.optimizer}", model, setting.rate, BETA1, gamma=ALMOST_1)
     examples = inputs_and_labels(drawn_rows(text, setting.examples, setting.seed), CAUSAL, text.mask, setting.seed)
     held_out = inputs_and_labels(text.held_out[: setting.held_out], CAUSAL, text.mask, HELD_OUT_SEED)
     batch = wanted = setting.batch

@@ -1,7 +1,8 @@
 """Pre-training examples that lie on the device, so that a step waits for no loader: a micro-batch is a few slices.
 
 Everything is made by the first call ever, in ``FOLDER``, and may be brought along from another machine:
-``general`` and ``speeches`` (prepared text), ``cloze`` (questions) and ``banks`` (examples, made of the text).
+``general``, ``general-8k`` and ``speeches`` (prepared text), ``cloze`` (questions) and ``banks`` (examples, made of the
+text).
 """
 
 from __future__ import annotations

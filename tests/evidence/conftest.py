@@ -1,4 +1,4 @@
-"""What several tests of experiments train on."""
+"""A text on which several tests of experiments train."""
 
 from __future__ import annotations
 
@@ -10,5 +10,5 @@ from tests.evidence.counting import counting_text
 
 @pytest.fixture(scope="session")
 def text() -> Text:
-    """The text of ``counting_text``."""
+    """Return the text of ``counting_text``."""
     return counting_text()

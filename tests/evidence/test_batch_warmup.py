@@ -78,7 +78,7 @@ def test_the_schedule_doubles_at_its_examples() -> None:
 
 @dataclasses.dataclass
 class Watched:
-    """What a run did."""
+    """A record of what a run did."""
 
     spans: list[tuple[int, int]]  # first example and batch of each update
     curve: list[int]  # examples at each evaluation

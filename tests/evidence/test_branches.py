@@ -182,7 +182,7 @@ def test_the_trunks_own_batch_is_within_any_tolerance() -> None:
 
 
 def test_a_noise_scale_predicts_the_batch_that_loses_a_share_of_the_progress() -> None:
-    """By 1 / (B + B_noise): with b = 32 and B_noise = 100, a batch of 164 has half of the progress of 32."""
+    """A batch of 164 has half of the progress of 32 at B_noise = 100, by 1 / (B + B_noise)."""
     assert predicted_batch(32, 100.0, 0.5) == pytest.approx(164.0)
     for share in (0.1, 0.7):
         batch = predicted_batch(32, 100.0, share)
