@@ -1,4 +1,4 @@
-"""The old import paths: each warns, and is the module that has replaced it."""
+"""The old import paths: each warns, and is the module that has replaced it. And the modules that load late."""
 
 from __future__ import annotations
 
@@ -32,6 +32,8 @@ MOVED = {
     "ds_vrgd.engines.deepspeed.saving": "ds_vrgd_recipes.run.saving",
     "benchmarks.evidence": "evidence",
 }
+#: Modules that ``import ds_vrgd`` leaves to their first use: some need a further package.
+LATE = {"hf", "megatron", "schedules"}
 #: Modules between the line that imports an old name and :class:`Finder`.
 _BETWEEN = {__name__, "ds_vrgd", "importlib", "importlib.util", "importlib._bootstrap", "runpy"}
 
@@ -80,8 +82,8 @@ class Finder(MetaPathFinder, Loader):
 
 
 def attribute(name: str) -> ModuleType:
-    """Return ``ds_vrgd.name`` if it is the old name of a module, else raise an AttributeError."""
-    if f"ds_vrgd.{name}" in MOVED:
+    """Return ``ds_vrgd.name`` if it is a module that loads late or the old name of one; else an AttributeError."""
+    if name in LATE or f"ds_vrgd.{name}" in MOVED:
         return importlib.import_module(f"ds_vrgd.{name}")
     raise AttributeError(f"module 'ds_vrgd' has no attribute {name!r}")
 

@@ -40,6 +40,11 @@ def test_an_attribute_of_the_package_forwards_too() -> None:
         _ = ds_vrgd.zeroth
 
 
+def test_import_ds_vrgd_alone_reaches_the_modules_of_the_pages() -> None:
+    program = "import ds_vrgd; ds_vrgd.schedules.legw_warmup_ratio; ds_vrgd.hf.RankCallback"
+    subprocess.run([sys.executable, "-W", "error::FutureWarning:__main__", "-c", program], check=True, cwd=ROOT)
+
+
 def test_a_module_of_a_package_that_has_moved_is_not_loaded_twice() -> None:
     from ds_vrgd.engines.deepspeed import observer
 

@@ -125,7 +125,8 @@ class VROptimizer(Rule, torch.optim.Optimizer):
         self.layer_statistics: list[LayerStatistics] = []
         self._statistics_window = self._judged_window = -1
         self._counts: list[Tensor] = []
-        self._warned_few_chunks = self._warned_one_chunk = self._announced = self.overflow = False
+        self._warned_few_chunks = self._warned_one_chunk = self._warned_no_gradient = False
+        self._announced = self.overflow = False
         self._k = 0
         self._had_ratio = False  # whether a window has had a variance
         self._first_without = -1  # the first window that had none
@@ -302,6 +303,8 @@ class VROptimizer(Rule, torch.optim.Optimizer):
             for param in group["params"]
             if param.grad is not None
         ]
+        if not shards and fresh and not _state_only:
+            self._warn_no_gradient()
         for shard in shards:
             self._ensure_state(shard)
         if shards and not _state_only and not (fresh and self._only_makes_state(shards)):
@@ -320,6 +323,17 @@ class VROptimizer(Rule, torch.optim.Optimizer):
             if self.recorder is not None:
                 self.recorder.judge()
         return loss
+
+    def _warn_no_gradient(self) -> None:
+        """Warn once, without an engine, about a step before which no parameter has ever had a gradient."""
+        if self._warned_no_gradient or not isinstance(self.observer, PlainObserver):
+            return
+        self._warned_no_gradient = True
+        world.warn(
+            f"{type(self).__name__}: step() finds no gradient in any of its parameters, and changes nothing. If "
+            "backward() has run, the model has other parameters by now: fully_shard(), for one, replaces them. Make "
+            "the optimizer after it. Reported once."
+        )
 
     def _prepared(self, shards: Sequence[Shard]) -> tuple[list[TorchPasses | KernelPasses], list[Shard]]:
         """Return the passes of a step over ``shards``, and those that are updated as torch does; nothing has changed.
@@ -434,7 +448,8 @@ class VROptimizer(Rule, torch.optim.Optimizer):
         checks.require_chunks(name, in_all, always_one=not self._had_ratio and 0 <= self._first_without < window)
         if k == 1 and not self._warned_one_chunk:
             self._warned_one_chunk, self._first_without = True, window
-            ratio = "the averaged ratio of the windows before it" if self.averages_ratio else "r = gamma"
+            known = self.averages_ratio and any(shard.has_average for shard in shards)
+            ratio = "the averaged ratio of the windows before it" if known else "r = gamma"
             world.warn(
                 f"{name}: this window has one chunk, which has no variance (the last window of an epoch may be short): "
                 f"the step uses {ratio}. Reported once."

@@ -182,6 +182,8 @@ OF_OTHERS = {
     "max_coeff", "min_coeff", "is_expert_parallel", "is_decoupled_lr", "default_config", "alpha", "always_adapt",
     "scale", "rank", "update_proj_gap", "proj_type",
 }  # fmt: skip
+#: Those of them by which torch's optimizers choose how they compute what they compute anyway.
+OF_TORCH = {"foreach", "fused", "capturable", "differentiable"}
 _ARGUMENT = "|".join([*OPTIONS, "wd"])
 _DERIVED = re.compile(f"(initial|base|max|min|swa|pre|start|end)_({_ARGUMENT})|(pre_)?({_ARGUMENT})_(mult|scale)")
 
@@ -237,6 +239,8 @@ def _advice(optimizer: type, name: str, known: Iterable[str]) -> str:
     twin = next((TWINS[cls.__name__] for cls in optimizer.__mro__ if cls.__name__ in TWINS), None)
     if option is not None and twin in option.of:
         return f": it {'observes no chunks' if option.whole else 'does no variance reduction'}. Use {twin}"
+    if name in OF_TORCH:
+        return ": it chooses among torch's implementations, and there is one here. Leave it out"
     meant = nearest(name, known)
     others = f", which {', '.join(option.of)} have" if option is not None else ""
     return (others or (f" (did you mean '{meant}'?)" if meant else "")) + f"; it takes {', '.join(known)}"

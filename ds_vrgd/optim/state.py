@@ -57,8 +57,9 @@ def fitted(rule: Rule, saved: Mapping[str, Any]) -> tuple[StateDict, list[str]]:
             if "step" not in had and "step" in group and had:
                 had["step"] = group["step"]  # where DeepSpeed's FusedAdam counts
             fit = _fit_state(rule, group, tensor, had, averaged_before=was_on)
-            dropped = dropped or (AVERAGE in had and AVERAGE not in fit)
-            began = began or _lacks_average(rule, group, fit)
+            begins = _lacks_average(rule, group, fit)
+            dropped = dropped or (AVERAGE in had and AVERAGE not in fit and not begins)
+            began = began or begins
             if fit:
                 state[key] = fit
             else:

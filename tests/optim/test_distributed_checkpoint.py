@@ -87,6 +87,16 @@ def test_resumed_from_a_file_it_trains_on_bit_for_bit(name: str, flatten: bool, 
         assert all(torch.equal(one.state[p][key], two.state[q][key]) for key in one.state[p])
 
 
+def test_a_mean_that_the_file_lacks_begins_anew_and_is_not_called_dropped(tmp_path: Path) -> None:
+    base, one = build("LAMB")
+    step(base, one, 0)
+    dcp.save({"app": App(base, one, False)}, checkpoint_id=tmp_path, no_dist=True)
+    reducing, two = build("VRLAMB")
+    planner = dcp.DefaultLoadPlanner(allow_partial_load=True)
+    with pytest.warns(UserWarning, match=r"VRLAMB: the checkpoint has no exp_avg_gsnr: [^;]* begins anew$"):
+        dcp.load({"app": App(reducing, two, False)}, checkpoint_id=tmp_path, planner=planner, no_dist=True)
+
+
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_priming_makes_the_state_and_leaves_no_trace(name: str) -> None:
     # saved before its first step, too: a training that was primed is the one that was not

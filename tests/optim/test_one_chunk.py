@@ -102,9 +102,16 @@ def messages(name: str, accumulations: tuple[int, ...]) -> tuple[list[warnings.W
     return [w for w in caught if "one chunk" in str(w.message)], training.optimizer
 
 
-@pytest.mark.parametrize(("name", "ratio"), [("VRLAMB", "the averaged ratio"), ("VRMomentum", "r = gamma")])
-def test_it_is_reported_once(name: str, ratio: str) -> None:
-    (told,), optimizer = messages(name, (4, 1, 4, 1))
+@pytest.mark.parametrize(
+    ("name", "windows", "ratio"),
+    [
+        ("VRLAMB", (4, 1, 4, 1), "the averaged ratio"),
+        ("VRLAMB", (1, 4, 1), "r = gamma"),  # no window before the first has had a ratio
+        ("VRMomentum", (4, 1, 4, 1), "r = gamma"),
+    ],
+)
+def test_it_is_reported_once(name: str, windows: tuple[int, ...], ratio: str) -> None:
+    (told,), optimizer = messages(name, windows)
     assert str(told.message).startswith(f"{name}: this window has one chunk, which has no variance")
     assert f"the step uses {ratio}" in str(told.message)
     assert not optimizer.layer_statistics

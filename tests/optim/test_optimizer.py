@@ -41,6 +41,25 @@ def test_optimizer_that_is_gone_or_has_stepped_is_not() -> None:
     assert unused_over(params) is None
 
 
+def test_a_first_step_without_any_gradient_warns_once(recwarn: pytest.WarningsRecorder) -> None:
+    optimizer = ds_vrgd.LAMB(weights(), lr=0.1)
+    optimizer.zero_grad()
+    with pytest.warns(UserWarning, match=r"LAMB: step\(\) finds no gradient .* fully_shard\(\), for one"):
+        optimizer.step()
+    optimizer.step()
+    assert not recwarn
+
+
+def test_a_later_step_without_any_gradient_does_not(recwarn: pytest.WarningsRecorder) -> None:
+    params = weights()
+    optimizer = ds_vrgd.LAMB(params, lr=0.1)
+    params[0].sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    optimizer.step()
+    assert not recwarn
+
+
 class Engine(Observer):
     """The adapter of an engine, as far as an optimizer that does not step asks it."""
 

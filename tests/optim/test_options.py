@@ -231,6 +231,12 @@ def test_a_misspelt_argument_is_named_with_what_was_meant() -> None:
         VRSGD([weight()], beta3=0.9)  # type: ignore[call-arg]
 
 
+@pytest.mark.parametrize("name", ["fused", "foreach"])
+def test_a_choice_of_torchs_implementation_is_to_be_left_out(name: str) -> None:
+    with pytest.raises(TypeError, match=rf"VRAdam has no argument {name}=True: it chooses among .* Leave it out$"):
+        VRAdam([weight()], **{name: True})
+
+
 class Labelled(VRLAMB):
     """A user's, with an argument more."""
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -304,6 +304,28 @@ def refuse_inexact(engine: Engine, optimizer: VROptimizer) -> None:
     )  # fmt: skip
     if listed := "".join(f"\n  - {reason}." for reason in reasons):
         raise ValueError(f"{type(optimizer).__name__} cannot be exact under this configuration:{listed}")
+
+
+def refuse_overruled(named: Any, ours: Mapping[str, type[VROptimizer]], optimizer: torch.optim.Optimizer) -> None:
+    """Raise if the JSON names an optimizer of ours, and the program has given the engine one of another class.
+
+    DeepSpeed takes the program's, and does not mention the JSON's.
+
+    Args:
+        named: the optimizer's name in the JSON; None if it has none.
+        ours: our optimizers by the names that a JSON may use.
+        optimizer: the engine's.
+
+    Raises:
+        RuntimeError: naming both, and the way out.
+    """
+    if named in ours and not isinstance(optimizer, ours[named]):
+        other = type(optimizer).__name__
+        raise RuntimeError(
+            f'the DeepSpeed JSON\'s "optimizer" section names {named}, but the program has given the engine {other}, '
+            f"and DeepSpeed would train with that. For {named}, call deepspeed.initialize without an optimizer, with "
+            f"model_parameters=model.parameters(); for {other}, leave the section out."
+        )
 
 
 def refuse_replaced(optimizer: torch.optim.Optimizer) -> None:

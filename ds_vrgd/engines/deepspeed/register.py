@@ -20,7 +20,7 @@ from deepspeed.utils import logger
 from ds_vrgd.engines.deepspeed.agreement import is_ours, require_same_model, require_same_optimizer
 from ds_vrgd.engines.deepspeed.attach import attach
 from ds_vrgd.engines.deepspeed.configs import unknown_keys
-from ds_vrgd.engines.deepspeed.refusals import refuse_inexact, refuse_replaced
+from ds_vrgd.engines.deepspeed.refusals import refuse_inexact, refuse_overruled, refuse_replaced
 from ds_vrgd.engines.deepspeed.versions import check_class
 from ds_vrgd.optim import OPTIMIZERS, VROptimizer, allocate_state_only
 from ds_vrgd.optim.options import nearest
@@ -96,6 +96,7 @@ def _configure_basic_optimizer(original: Callable[..., Any], engine: Any, parame
 
 def _do_optimizer_sanity_check(original: Callable[..., Any], engine: Any, optimizer: Any) -> Any:
     """Check the configuration: the optimizer exists now, and no wrapper is built around it yet."""
+    refuse_overruled(engine.optimizer_name(), NAMES, optimizer)
     if isinstance(optimizer, VROptimizer):
         for text in unknown_keys(engine._config._param_dict) if engine.global_rank == 0 else ():
             logger.warning(text)

@@ -240,6 +240,9 @@ def attempt_all(rank: int) -> dict[str, str]:
     errors["unknown argument"] = attempt({"optimizer": {"type": "VRLAMB", "params": {"lr": 1e-3, "gama": 0.1}}})
     errors["bad argument"] = attempt({"optimizer": {"type": "VRLAMB", "params": {"lr": 1e-3, "gamma": 1.5}}})
     errors["class"] = attempt({"zero_optimization": {"stage": 3}}, optimizer=functools.partial(ds_vrgd.VRLAMB, lr=1e-3))
+    named = {"optimizer": {"type": "VRLAMB", "params": {"lr": 1e-3}}}
+    errors["overruled"] = attempt(named, optimizer=functools.partial(torch.optim.AdamW, lr=1e-3))
+    errors["not overruled"] = attempt(named, optimizer=functools.partial(ds_vrgd.VRLAMB, lr=1e-3))
     two = attempt({"fp16": {"enabled": True}, "gradient_allreduce_op": "sum"})
     return errors | {"two at once": two, "compiled autograd": compile_autograd()}
 
@@ -490,6 +493,11 @@ def test_compiled_model_is_refused_at_and_after_stage_3_on_several_accelerators(
 
 def test_factory_is_accepted(errors: dict[str, str]) -> None:
     assert errors["class"] == ""
+
+
+def test_an_optimizer_of_the_program_does_not_silently_overrule_the_json(errors: dict[str, str]) -> None:
+    assert "section names VRLAMB, but the program has given the engine AdamW" in errors["overruled"]
+    assert errors["not overruled"] == ""
 
 
 @pytest.mark.parametrize("name", MISSPELT)
