@@ -403,7 +403,9 @@ class NoiseScaleMeter:
         sums = torch.tensor(state.get("sums", ()), dtype=torch.float64)
         columns = 1 + len(state.get("layers", ())) if state.get("steps") else 0
         if state.keys() != {"steps", "layers", "sums"} or sums.shape != (_ROWS, columns):
-            raise ValueError(f"no state of a NoiseScaleMeter: {', '.join(map(str, state))}, sums of {[*sums.shape]}")
+            raise ValueError(
+                f"not a state of a NoiseScaleMeter: it has the keys {[*state]}, and sums of shape {[*sums.shape]}"
+            )
         self._steps = int(state["steps"])
         self._columns = {name: column for column, name in enumerate(state["layers"], start=1)}
         self._means = RatioOfMeans(self._means.decay, sums)

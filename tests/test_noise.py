@@ -389,7 +389,7 @@ def test_state_goes_through_json_bit_for_bit() -> None:
     empty = ds_vrgd.NoiseScaleMeter()
     empty.load_state_dict(json.loads(json.dumps(empty.state_dict())))
     for wrong in ({}, {"steps": 3, "layers": ["a"], "sums": [[1.0]]}):
-        with pytest.raises(ValueError, match="no state of a NoiseScaleMeter"):
+        with pytest.raises(ValueError, match="not a state of a NoiseScaleMeter"):
             second.load_state_dict(wrong)
 
 

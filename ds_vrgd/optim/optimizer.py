@@ -198,7 +198,7 @@ class VROptimizer(Rule, torch.optim.Optimizer):
             RuntimeError: the engine around the optimizer (DeepSpeed, Megatron-Core) clips by itself.
         """
         params = [param for group in self.param_groups for param in group["params"] if param.grad is not None]
-        return self.observer.clip(params, max_norm) if params else torch.zeros(())
+        return self.observer.clip(params, max_norm)
 
     # -- saved state --------------------------------------------------------------------------------------------------
 

@@ -96,6 +96,8 @@ class GradientObserver(Observer):
 
     def clip(self, tensors: Sequence[Tensor], max_norm: float) -> Tensor:
         """Clip as torch does; a collective for DTensors."""
+        if not tensors:
+            return torch.zeros(())
         found = self._by_ranks(tensors)
         norm, grads = self._norm(found), [grad for alike in found.values() for grad in alike]
         torch._foreach_mul_(grads, (max_norm / (norm + 1e-6)).clamp(max=1.0).to(grads[0].device, grads[0].dtype))
@@ -293,9 +295,9 @@ class PlainObserver(GradientObserver):
         """Report k, layers and parameters on the first rank."""
         ranks, numels = self._window().ranks, [param.numel() for param in self._layouts if param.requires_grad]
         world.announce(
-            f"{optimizer}: k = {k} ({ranks} rank{'s' * (ranks > 1)} x {k // ranks} micro-batches) in the first step; "
-            f"{'DDP' if ranks > 1 else 'one process'}, GSNR through hooks; {len(numels)} layers, {sum(numels):,} "
-            "parameters"
+            f"{optimizer}: k = {k} ({ranks} rank{'s' * (ranks > 1)} x {k // ranks} micro-batch"
+            f"{'es' * (k > ranks)}) in the first step; {'DDP' if ranks > 1 else 'one process'}, GSNR through hooks; "
+            f"{len(numels)} layers, {sum(numels):,} parameters"
         )
 
     def finish(self) -> int:

@@ -157,9 +157,9 @@ class FSDPObserver(GradientObserver):
         """Report k, units, layers and parameters on the first rank."""
         ranks, numels = k // self._parts, [param.numel() for param in self._params if param.requires_grad]
         world.announce(
-            f"{optimizer}: k = {k} ({ranks} rank{'s' * (ranks > 1)} x {self._parts} micro-batches) in the first step; "
-            f"FSDP2, the exchange in place of its reduce-scatter; {len(self._units)} units, {len(numels)} layers, "
-            f"{sum(numels):,} parameters"
+            f"{optimizer}: k = {k} ({ranks} rank{'s' * (ranks > 1)} x {self._parts} micro-batch"
+            f"{'es' * (self._parts > 1)}) in the first step; FSDP2, the exchange in place of its reduce-scatter; "
+            f"{len(self._units)} units, {len(numels)} layers, {sum(numels):,} parameters"
         )
 
     def only_makes_state(self, grads: Sequence[Tensor], *, rates_are_zero: bool) -> bool:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from ds_vrgd.doctor.chunks import norm_of
 from ds_vrgd.doctor.weights import master_weights
-from ds_vrgd.engines.deepspeed import to_universal
+from ds_vrgd.engines.deepspeed import CheckpointError, to_universal
 from ds_vrgd.engines.fsdp import load_universal
 from tests.engines.fsdp.test_checkpoints import everything
 from tests.engines.fsdp.training import Case, build, full, window
@@ -49,6 +49,8 @@ def _moved(rank: int, name: str, folder: Path) -> dict[str, Any]:
     case = Case(name, "fp32", WORLD, ACCUMULATION)
     model, optimizer = build(case)
     converted = folder / "universal" / "now"
+    with pytest.raises(CheckpointError, match=f"is none itself: give {converted}$"):
+        load_universal(converted.parent, model, optimizer)
     load_universal(converted, model, optimizer)
     found = everything(model, optimizer)
     layers = json.loads((converted / "ds_vrgd_universal.json").read_text())["layers"]

@@ -140,6 +140,9 @@ def read_layers(folder: Path, own: Mapping[str, tuple[list[int], int]], groups: 
         CheckpointError: it was not converted by ds-vrgd, is of another format, or is of another model or other groups.
     """
     path = folder / MANIFEST
+    if not path.is_file() and (latest := folder / "latest_universal").is_file():
+        inside = folder / latest.read_text(encoding="utf-8")
+        raise CheckpointError(f"{folder} holds converted checkpoints, and is none itself: give {inside}")
     if not path.is_file():
         raise CheckpointError(
             f"{folder} has no {MANIFEST}: it was not converted by ds-vrgd, and DeepSpeed's own converter leaves out "
