@@ -177,7 +177,7 @@ def _set_batch_sizes(config: dict[str, Any], world: int, changes: list[str]) -> 
     samples = samples or rest(world * micro_batches, SAMPLES)
     for key, value in zip(SIZES, (world * samples * micro_batches, samples, micro_batches), strict=True):
         if given[key] != value:
-            changes.append(f"{key}: {given[key] or 'not given'} -> {value}, for {world} ranks")
+            changes.append(f"{key}: {given[key] or 'not given'} -> {value}, for {world} rank{'s' * (world > 1)}")
         config[key] = value
 
 

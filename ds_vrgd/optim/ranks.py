@@ -290,7 +290,7 @@ class RankWatch:
             for event in watch.update(ds_vrgd.rank_report(engine)):
                 print(event)  # step 812, rank 5: scaled in 'head.weight': it has 0.50 of the others' norm there (...)
 
-    It takes the data of the ranks to be drawn alike. NaN and identical gradients are told at once; what is far beyond
+    It takes the data of the ranks to be drawn alike. NaN and identical gradients are named at once; what is far beyond
     everything before, in the first to the fourth step, after the first 20; what is a little off in every step, after
     ten to thirty, a sign in up to a hundred. With fewer than four ranks only NaN and identical gradients are reported.
     For 100 steps after a rank was named, only faults that need no statistics are reported of it.
@@ -568,7 +568,7 @@ class RankError(RuntimeError):
     """
 
     def __init__(self, optimizer: str, events: Sequence[RankEvent]) -> None:
-        super().__init__(f"{optimizer}: {'; '.join(map(str, events))}. docs/RANKS.md has what to do")
+        super().__init__(f"{optimizer}: {'; '.join(map(str, events))}. See docs/RANKS.md for what to do")
         self.events = tuple(events)
 
 
@@ -628,7 +628,7 @@ class RankRecorder:
             world.warn(
                 f"{self._optimizer}: watch={self._policy!r} has {ranks} rank{'s' * (ranks > 1)} to compare, and of "
                 f"fewer than {FEWEST_RANKS} none can be said to be unlike the others. NaN, infinities and identical "
-                "gradients are told; see docs/RANKS.md."
+                "gradients are reported; see docs/RANKS.md."
             )
 
     def judge(self) -> None:
