@@ -35,9 +35,9 @@ class Bytes(lightning.LightningModule):
         self.losses.append(float(loss.detach()))
         return loss
 
-    def on_before_zero_grad(self, optimizer: torch.optim.Optimizer) -> None:
-        """Log what the last step has measured."""
-        if self.global_step:
+    def on_before_zero_grad(self, optimizer: ds_vrgd.VRLAMB) -> None:  # type: ignore[override]
+        """Log what the last step has measured: nothing before the first, after one of a single chunk, with gamma=1."""
+        if optimizer.layer_statistics:
             self.log("gsnr_mean_ratio", ds_vrgd.gsnr_stats(optimizer).means().mean_ratio)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:

@@ -225,6 +225,9 @@ def test_python_of_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     exec(code, names)
     assert ds_vrgd.gsnr_stats(names["trainer"].optimizers[0]).k == 8
     assert names["trainer"].global_step == 2
+    trainer = names["lightning"].Trainer(max_epochs=2, accumulate_grad_batches=8)
+    trainer.fit(names["Module"](Net()), loader(inputs(9)))  # each epoch ends with a window of one chunk
+    assert trainer.global_step == 4
 
 
 class Player(nn.Module):
