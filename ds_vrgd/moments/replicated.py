@@ -5,6 +5,8 @@ Each rank keeps the moments of its own chunks, full-sized; they are merged over 
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -27,13 +29,19 @@ class _Held:
 
     Attributes:
         total, m2: of ``chunks`` chunks.
+        micro_batches: those that the chunks came from, a bit each.
         pending: the gradient of the open micro-batch.
     """
 
     total: Tensor
     m2: Tensor
-    chunks: int = 0
+    micro_batches: int = 0
     pending: Tensor | None = None
+
+    @property
+    def chunks(self) -> int:
+        """Return the number of chunks merged so far."""
+        return self.micro_batches.bit_count()
 
     def take_pending(self) -> Tensor:
         """Return the gradient of the open micro-batch, flat and wide (zeros where none came), and close it."""
@@ -118,7 +126,7 @@ class ReplicatedMoments:
     def drop_complete(self, param: Tensor) -> None:
         """Forget this window's chunks of one parameter except for the open one."""
         if param in self._held:
-            self._held[param].chunks = 0
+            self._held[param].micro_batches = 0
         if self._norms is not None:
             self._norms.forget(param)
 
@@ -144,7 +152,7 @@ class ReplicatedMoments:
             totals, m2s = [held.total for held in together], [held.m2 for held in together]
             merge_chunk_of_each_(totals, m2s, together[0].chunks, [held.take_pending() for held in together])
             for held in together:
-                held.chunks += 1
+                held.micro_batches |= 1 << self._micro_batches
 
     def finish(self) -> int:
         """Merge the ranks' moments, once per window, and return k; a collective where there is a group.
@@ -155,11 +163,13 @@ class ReplicatedMoments:
         if not self._merged:
             if self._sequences is None:  # else whoever set them ends each micro-batch: a collective
                 self.end_micro_batch()
-            local = max((held.chunks for held in self._all().values()), default=0)
+            # Not the most chunks of one parameter: branches may take turns, and none be in every micro-batch.
+            union = functools.reduce(operator.or_, (held.micro_batches for held in self._all().values()), 0)
+            local = union.bit_count()
             for held in self._held.values():
                 if held.chunks < local:  # it took no part in some micro-batches: its gradient there is 0
                     merge_zeros_(held.total, held.m2, held.chunks, local - held.chunks)
-                    held.chunks = local
+                    held.micro_batches = union
             if self.ranks > 1:
                 self._check_equal(local)
                 for total, m2 in self._flats:
@@ -210,7 +220,7 @@ class ReplicatedMoments:
     def reset(self) -> None:
         """Begin the next window."""
         for held in self._held.values():
-            held.chunks, held.pending = 0, None
+            held.micro_batches, held.pending = 0, None
         if self._norms is not None:
             self._norms.clear()
         self._chunks, self._micro_batches, self._merged = 0, 0, False

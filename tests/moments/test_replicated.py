@@ -115,6 +115,18 @@ def test_no_part_in_a_micro_batch_is_a_zero_gradient(used_in: set[int]) -> None:
         moments.reset()
 
 
+def test_branches_that_take_turns_leave_no_parameter_in_every_micro_batch() -> None:
+    params, moments = make()
+    uses = [{0}, {1}, {0, 2}, {1, 2}]
+    for micro_batch, used in enumerate(uses):
+        for index in used:
+            moments.add(params[index], gradients(0, micro_batch)[index])
+        moments.end_micro_batch()
+    assert moments.finish() == 4
+    for index, param in enumerate(params):
+        check(moments, param, [gradients(0, m)[index] * (index in used) for m, used in enumerate(uses)])
+
+
 def test_a_broken_off_window_leaves_nothing() -> None:
     params, moments = make()
     for param in params:
