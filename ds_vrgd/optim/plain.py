@@ -248,7 +248,9 @@ class PlainObserver(GradientObserver):
         self._discards.look()
 
     def _forget_discarded(self) -> None:
-        for param in self._discards.found():
+        discarded = self._discards.found()
+        # With all the others, a gradient that was zero by itself, or has no elements, was thrown away as well.
+        for param in self._observed if discarded and self._discards.are_all(discarded) else discarded:
             self._window().drop_complete(param)
 
     def on_accumulated(self, param: Tensor) -> None:

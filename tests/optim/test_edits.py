@@ -144,6 +144,23 @@ def test_one_layer_is_dropped_and_the_others_stay() -> None:
     same(model, reference)
 
 
+def test_a_gradient_that_is_zero_by_itself_is_dropped_with_the_others() -> None:
+    # an adapter's first matrix, as long as the second is zero; and a layer without elements
+    model, adapter, empty = Regression(), nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(0, 3))
+    optimizer = VRSGD([*model.parameters(), adapter, empty], lr=0.5)
+    reference = reference_of(optimizer, model)
+    for micro_batch in (50, 51, *range(3)):
+        if micro_batch == 0:
+            for module in (model, nn.ParameterList([adapter, empty])):
+                module.zero_grad(set_to_none=False)
+            chunks = chunks_of(model, range(3))
+        (model.loss(micro_batch) / 3 + (adapter * 0.0).sum() + empty.sum()).backward()
+    optimizer.step()
+    reference.step(chunks)
+    assert gsnr_stats(optimizer).k == 3
+    same(model, reference)
+
+
 @pytest.mark.parametrize("pattern", [(0.0, 1.0, 2.0, 3.0), (1.0, -1.0, 2.0, 3.0), (1.0, 0.0, 0.0, 2.0)])
 def test_gradients_that_autograd_left_at_zero_are_chunks(pattern: tuple[float, ...]) -> None:
     # a micro-batch of which nothing counts, and two that cancel exactly, leave zeros in .grad that nobody dropped
