@@ -79,6 +79,18 @@ def test_a_resume_between_is_bitwise(name: str, dtype: torch.dtype) -> None:
     assert counts == ({4} if name in AVERAGED else {None})
 
 
+@pytest.mark.parametrize("name", AVERAGED)
+def test_a_resume_before_the_first_ratio_is_bitwise(name: str) -> None:
+    straight, resumed = (Training(name) for _ in range(2))
+    for training in (straight, resumed):
+        follow(training, (1,))
+        if training is resumed:
+            training.optimizer.load_state_dict(pickle.loads(pickle.dumps(training.optimizer.state_dict())))
+        follow(training, (4, 4), first=1)
+    for one, two in zip(straight.model.parameters(), resumed.model.parameters(), strict=True):
+        assert torch.equal(one, two)
+
+
 def test_a_base_checkpoint_may_be_continued_by_such_a_window() -> None:
     base, training = Training("LAMB"), Training("VRLAMB")
     follow(base, (4, 4))
