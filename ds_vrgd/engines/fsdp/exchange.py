@@ -156,8 +156,8 @@ class UnitExchange:
     def _merge(self, rows: Tensor, out: Tensor | None = None, divisor: float = 1.0) -> None:
         """Merge a micro-batch into the moments, and write the sum of its rows over ``divisor`` to ``out``."""
         width = rows.shape[1]
-        if self._held is None or len(self._held[0]) != width:
-            self._lay_out(width)
+        self._lay_out(width)
+        if self._held is None:
             wide = torch.promote_types(rows.dtype, torch.float32)
             total, m2 = (torch.empty(width, dtype=wide, device=rows.device) for _ in range(2))  # aligned, both
             self._held = total, m2
@@ -171,6 +171,11 @@ class UnitExchange:
         trained = width, *(param.requires_grad for param in self.unit.params)
         if trained == self._slots_of:
             return
+        if self._held is not None:
+            raise RuntimeError(
+                f"parameters of '{self.unit.name}' were frozen or unfrozen between two backward passes of a window. Do "
+                "so after optimizer.step() or optimizer.zero_grad()"
+            )
         self._slots = self.unit.slots
         if (start := sum(slot for _, _, slot in self._slots)) != width:
             raise RuntimeError(
@@ -233,7 +238,7 @@ class UnitExchange:
 
     def moments(self, param: Tensor) -> Moments:
         """Return the moments of this rank's part of a parameter, on its device, flat."""
-        if self._held is None:
+        if param not in self._views:  # also one that was frozen, and whose .grad is still there
             return zeros_like(local(param), max(self.parts, 1))
         total, m2 = self._views[param]
         if total.device != param.device:  # offloaded

@@ -66,6 +66,8 @@ class FSDPObserver(GradientObserver):
 
     def _count_forward(self, model: nn.Module, inputs: Any) -> None:
         self._forwards += torch.is_grad_enabled() and model.training
+        for unit in self._units:
+            unit.follow_freezing()
 
     # -- the param groups ---------------------------------------------------------------------------------------------
 

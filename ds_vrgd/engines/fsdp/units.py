@@ -60,6 +60,13 @@ class Unit:
                 found.append((param, numel, rows * (param.numel() // max(len(param), 1))))
         return found
 
+    def follow_freezing(self) -> None:
+        """Have FSDP2 see which parameters are frozen now: it looks in a forward pass, where the unit takes part."""
+        for of_param in self._group.fsdp_params:
+            whole, is_trained = getattr(of_param, "_unsharded_param", None), of_param.sharded_param.requires_grad
+            if whole is not None and whole.requires_grad != is_trained:
+                whole.requires_grad_(is_trained)
+
     def reduce_unused(self, value: bool | None = None) -> bool:
         """Return whether a parameter without a gradient counts as zeros in the buffer, and set it to ``value``."""
         before = bool(getattr(self._group, "reduce_scatter_unused_params", False))

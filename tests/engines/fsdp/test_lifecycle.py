@@ -145,6 +145,58 @@ def some_set_to_none() -> float:
     return error_of(model, reference)
 
 
+def frozen_with_zeros() -> float:
+    """A parameter that is frozen while its ``.grad`` is zeros: it takes part with a gradient of zero."""
+    model, optimizer = build(CASE)
+    plain, reference = make_model().to(DEVICE), reference_of(CASE, model)
+    for step in range(2):
+        plain.load_state_dict(full(model), strict=False)
+        chunks = chunks_of(CASE, plain, step)
+        for chunk in chunks if step else ():
+            del chunk["up.weight"]
+        window(CASE, model, step)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+        model.up.weight.requires_grad_(False)
+        reference.step(chunks)
+    return error_of(model, reference)
+
+
+def frozen_within_a_window() -> str:
+    model, _ = build(CASE)
+    window(CASE, model, 0)
+    model.up.weight.requires_grad_(False)
+    return error(lambda: window(CASE, model, 1))
+
+
+class Towers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 3), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor, used: tuple[str, ...]) -> Tensor:
+        return torch.stack([self.get_submodule(name)(x).square().mean() for name in used]).sum()
+
+
+def frozen_unused(optimizer_of: Any) -> tuple[bool, bool]:
+    """Train two units, and then one with the other frozen and unused; return which of them the second step moved."""
+    model = Towers().to(DEVICE)
+    for unit in (model.first, model.second, model):
+        fully_shard(unit)
+    optimizer = optimizer_of(model.parameters(), lr=0.1, weight_decay=0.1)
+    ds_vrgd.attach(model, optimizer)
+    for used in (("first", "second"), ("first",)):
+        before = full(model)
+        for _ in range(2):
+            model(torch.randn(5, 4, device=DEVICE), used).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        model.second.requires_grad_(False)
+    after = full(model)
+    first, second = (not torch.equal(before[name], after[name]) for name in ("first.weight", "second.weight"))
+    return first, second
+
+
 def broken_off() -> tuple[str, str, int]:
     """Return the errors where a pass that failed is ignored, and the k of a window after ``zero_grad()``."""
     model, optimizer = build(CASE)
@@ -397,6 +449,9 @@ def everything(rank: int) -> dict[str, Any]:
         "clipped": {name: clipped(case) for name, case in CLIPPED.items()},
         "zeroed by hand": zeroed_by_hand(),
         "some": some_set_to_none(),
+        "frozen with zeros": frozen_with_zeros(),
+        "frozen within a window": frozen_within_a_window(),
+        "frozen unused": [frozen_unused(optimizer_of) for optimizer_of in (LAMB, VRLAMB)],
         "twice": twice(),
         "nonfinite": {policy: nonfinite(policy) for policy in ("skip", "error")},
         "spoiled later": spoiled_later(),
@@ -450,6 +505,19 @@ def test_clipping_is_torchs(found: list[dict[str, Any]], name: str) -> None:
 
 def test_a_layer_that_was_thrown_away_counts_as_zero(found: list[dict[str, Any]]) -> None:
     assert all(of_rank["some"] <= 8e-7 for of_rank in found)
+
+
+def test_a_frozen_parameter_whose_gradient_is_zeros_decays_like_one(found: list[dict[str, Any]]) -> None:
+    assert all(of_rank["frozen with zeros"] <= 8e-7 for of_rank in found)
+
+
+def test_freezing_within_a_window_is_an_error(found: list[dict[str, Any]]) -> None:
+    for of_rank in found:
+        assert "'up' were frozen or unfrozen between two backward passes" in of_rank["frozen within a window"]
+
+
+def test_what_is_frozen_and_unused_stays(found: list[dict[str, Any]]) -> None:
+    assert all(of_rank["frozen unused"] == [(True, False)] * 2 for of_rank in found)
 
 
 def test_zeros_that_were_written_by_hand_are_an_error(found: list[dict[str, Any]]) -> None:
