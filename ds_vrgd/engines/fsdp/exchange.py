@@ -40,6 +40,7 @@ class UnitExchange:
     Attributes:
         unit, observed: as given.
         parts: micro-batches that are in the moments.
+        passes: the backward passes of the window that these came from, a bit each.
     """
 
     def __init__(
@@ -52,7 +53,7 @@ class UnitExchange:
         comparison: Comparison | None = None,
         layers: Mapping[Tensor, tuple[int, int]] = {},
     ) -> None:
-        self.unit, self.observed, self.parts = unit, observed, 0
+        self.unit, self.observed, self.parts, self.passes = unit, observed, 0, 0
         self._reduces: Any = weakref.WeakMethod(reduces)
         self._norms, self._comparison, self._layers = norms, comparison, layers
         self._held: tuple[Tensor, Tensor] | None = None
@@ -251,7 +252,7 @@ class UnitExchange:
 
     def reset(self) -> None:
         """Begin the next window."""
-        self._held, self.parts, self._allocated, self._alone, self._result = None, 0, 0, None, None
+        self._held, self.parts, self.passes, self._allocated, self._alone, self._result = None, 0, 0, 0, None, None
         self._views = {}
         self._versions.clear()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import operator
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -56,7 +57,7 @@ class FSDPObserver(GradientObserver):
             ranks = torch.distributed.get_process_group_ranks(unit.shard_group)
             self.comparison = Comparison(names, ranks, unit.shard_group, unit.ranks * unit.replicas)
         self._is_open = self._told = self._is_retired = False
-        self._forwards = self._parts = 0
+        self._forwards = self._passes = self._parts = 0
         self.ranks = Ranks(self._units[0].device)
         # The window is dropped with the model's gradients, until detach() or as long as this lives.
         patches, handle = Patches(), model.register_forward_pre_hook(weakly(self._count_forward))
@@ -143,6 +144,8 @@ class FSDPObserver(GradientObserver):
         for exchange in self._came:
             exchange.merge_alone()
             exchange.note_versions()
+            exchange.passes |= 1 << self._passes
+        self._passes += 1
         self._came.clear()
 
     def _refuse_broken_pass(self) -> None:
@@ -181,7 +184,11 @@ class FSDPObserver(GradientObserver):
             )
         self._refuse_broken_pass()
         if not self._parts:
-            self._parts = max(exchange.parts for exchange in self._exchanges)
+            for exchange in self._exchanges:
+                if all(param.grad is None for param in exchange.unit.params):  # thrown away, and not used since
+                    exchange.reset()
+            # Not the most of one unit: before torch 2.13 units that take turns are not in each other's passes.
+            self._parts = functools.reduce(operator.or_, (exchange.passes for exchange in self._exchanges)).bit_count()
             for exchange in self._exchanges:
                 exchange.finish(self._parts)
         return self._parts * self._units[0].ranks * self._units[0].replicas
@@ -232,7 +239,7 @@ class FSDPObserver(GradientObserver):
                 self._optimizer, self._forwards, self._parts,
             )  # fmt: skip
         super().after_step()
-        self._forwards = self._parts = 0
+        self._forwards = self._passes = self._parts = 0
         self._is_open, self._pass = False, None
         self._came.clear()
         for exchange in self._exchanges:

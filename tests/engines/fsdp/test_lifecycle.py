@@ -197,6 +197,36 @@ def frozen_unused(optimizer_of: Any) -> tuple[bool, bool]:
     return first, second
 
 
+def in_turns(*, reports_unused: bool) -> tuple[int, int]:
+    """Return the k where two units take turns, and where what was thrown away had another unit as well."""
+    model = Towers().to(DEVICE)
+    for unit in (model.first, model.second, model):
+        fully_shard(unit)
+    optimizer = VRSGD(model.parameters(), lr=0.1)
+    ds_vrgd.attach(model, optimizer)
+    if not reports_unused:  # as torch before 2.13
+        for unit in optimizer.observer._units:
+            unit.reduce_unused(False)
+
+    def backward(*used: str) -> None:
+        model(torch.randn(5, 4, device=DEVICE), used).backward()
+
+    found = []
+    for thrown_away in (False, True):
+        if thrown_away:
+            for _ in range(3):
+                backward("first", "second")
+            _nones(model, optimizer)
+            backward("first")
+        else:
+            backward("second")
+        backward("first")
+        optimizer.step()
+        found.append(ds_vrgd.gsnr_stats(optimizer).k)
+        optimizer.zero_grad()
+    return found[0], found[1]
+
+
 def broken_off() -> tuple[str, str, int]:
     """Return the errors where a pass that failed is ignored, and the k of a window after ``zero_grad()``."""
     model, optimizer = build(CASE)
@@ -459,6 +489,7 @@ def everything(rank: int) -> dict[str, Any]:
         "plain": mean_of_plain(),
         "merging": told_of_merging(),
         "refusals": refusals(),
+        "in turns": [in_turns(reports_unused=reports) for reports in (True, False)],
         "broken": broken_off(),
     }
 
@@ -518,6 +549,10 @@ def test_freezing_within_a_window_is_an_error(found: list[dict[str, Any]]) -> No
 
 def test_what_is_frozen_and_unused_stays(found: list[dict[str, Any]]) -> None:
     assert all(of_rank["frozen unused"] == [(True, False)] * 2 for of_rank in found)
+
+
+def test_units_that_take_turns_leave_none_in_every_pass(found: list[dict[str, Any]]) -> None:
+    assert all(of_rank["in turns"] == [(2 * WORLD, 2 * WORLD)] * 2 for of_rank in found)
 
 
 def test_zeros_that_were_written_by_hand_are_an_error(found: list[dict[str, Any]]) -> None:
