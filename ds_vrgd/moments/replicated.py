@@ -61,6 +61,8 @@ class ReplicatedMoments:
         norms: takes the norm of every chunk gradient of this rank; None to take none.
         sequences: which ranks compute one chunk together; None where every rank has chunks of its own. Their parts
             are summed at the end of each micro-batch, in the order of ``params``.
+        counts_all: every call of :meth:`end_micro_batch` closes a micro-batch, also one without a gradient here; else
+            only where one came.
     """
 
     def __init__(
@@ -70,6 +72,7 @@ class ReplicatedMoments:
         *,
         norms: ChunkNorms | None = None,
         sequences: SequenceGroups | None = None,
+        counts_all: bool = False,
     ) -> None:
         self._params, self._group, self._norms, self._sequences = list(params), group, norms, sequences
         self._sharing = 1 if sequences is None else sequences.size  # ranks that hold the same chunks
@@ -77,6 +80,7 @@ class ReplicatedMoments:
         self.chunks_at_once = self.ranks // self._sharing
         self._held: dict[Tensor, _Held] = {}
         self._flats: list[tuple[Tensor, Tensor]] = []
+        self._counts_all = counts_all or sequences is not None
         self._chunks, self._micro_batches, self._merged = 0, 0, False
 
     def extend(self, params: Sequence[Tensor]) -> None:
@@ -138,7 +142,7 @@ class ReplicatedMoments:
         came = [(param, held.pending) for param, held in reversed(self._held.items()) if held.pending is not None]
         if came and self._norms is not None:
             self._norms.note(self._micro_batches, came)
-        self._micro_batches += bool(came) or self._sequences is not None
+        self._micro_batches += bool(came) or self._counts_all
         if self._sequences is not None:
             # Others may have gradients where this rank has none.
             for together in _at_once(self._all().values(), lambda held: (held.total.device, held.total.dtype)):
@@ -161,15 +165,14 @@ class ReplicatedMoments:
             RuntimeError: on all ranks, where they observe different parameters or unequal numbers of micro-batches.
         """
         if not self._merged:
-            if self._sequences is None:  # else whoever set them ends each micro-batch: a collective
+            if not self._counts_all:  # else whoever counts ends each micro-batch
                 self.end_micro_batch()
             # Not the most chunks of one parameter: branches may take turns, and none be in every micro-batch.
             union = functools.reduce(operator.or_, (held.micro_batches for held in self._all().values()), 0)
-            local = union.bit_count()
+            local = self._micro_batches if self._counts_all else union.bit_count()
             for held in self._held.values():
                 if held.chunks < local:  # it took no part in some micro-batches: its gradient there is 0
                     merge_zeros_(held.total, held.m2, held.chunks, local - held.chunks)
-                    held.micro_batches = union
             if self.ranks > 1:
                 self._check_equal(local)
                 for total, m2 in self._flats:

@@ -127,6 +127,31 @@ def test_branches_that_take_turns_leave_no_parameter_in_every_micro_batch() -> N
         check(moments, param, [gradients(0, m)[index] * (index in used) for m, used in enumerate(uses)])
 
 
+def test_a_window_begins_with_the_first_chunk_that_was_not_thrown_away() -> None:
+    params, moments = make()
+    for micro_batch, used in enumerate((0, 1, 2, 1)):
+        if micro_batch == 2:  # all that there is so far
+            moments.drop(params[0])
+            moments.drop(params[1])
+        moments.add(params[used], gradients(0, micro_batch)[used])
+        moments.end_micro_batch()
+    assert moments.finish() == 2
+    check(moments, params[0], [torch.zeros(5)] * 2)
+    check(moments, params[1], [torch.zeros(3, 4), gradients(0, 3)[1]])
+    check(moments, params[2], [gradients(0, 2)[2], torch.zeros(7)])
+
+
+def test_micro_batches_without_a_gradient_are_counted_where_the_engine_ends_them() -> None:
+    params, _ = make()
+    moments = ReplicatedMoments(params, counts_all=True)
+    for used in (False, True, False):
+        if used:
+            moments.add(params[0], torch.ones(5))
+        moments.end_micro_batch()
+    assert moments.finish() == 3
+    check(moments, params[0], [torch.zeros(5), torch.ones(5), torch.zeros(5)])
+
+
 def test_a_broken_off_window_leaves_nothing() -> None:
     params, moments = make()
     for param in params:

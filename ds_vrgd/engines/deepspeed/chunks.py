@@ -72,7 +72,7 @@ class Chunks:
         """Follow a forward pass; without gradients it belongs to no chunk."""
         self._in_forward = True
         if torch.is_grad_enabled():
-            if self.is_open and self._passes and self._program_owns_boundary():
+            if (self._silent or (self.is_open and self._passes)) and self._program_owns_boundary():
                 self._close()
             if self._closed and self._owned:
                 self.forget()

@@ -114,11 +114,13 @@ def _whole(
     """Build the exchange of parameters that every data-parallel rank holds whole."""
     group = engine.seq_data_parallel_group
     rest = [param for param in params if param not in tied]
-    exchange = ReplicatedMoments(rest, group, norms=norms, sequences=sequences) if rest else None
+
+    def replicated(params: Sequence[Tensor], norms: ChunkNorms | None) -> ReplicatedMoments:
+        return ReplicatedMoments(params, group, norms=norms, sequences=sequences, counts_all=True)
+
+    exchange = replicated(rest, norms) if rest else None
     copied = {
-        param: CopiedMoments(param, tied[param], ReplicatedMoments([param], group, sequences=sequences), norms)
-        for param in params
-        if param in tied
+        param: CopiedMoments(param, tied[param], replicated([param], None), norms) for param in params if param in tied
     }
     return Built(CombinedMoments(exchange, copied, copied), params, copied) if copied else Built(exchange, params)
 
