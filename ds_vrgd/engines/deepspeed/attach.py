@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,6 +15,7 @@ from deepspeed.utils import logger
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ds_vrgd.engines.deepspeed.checkpoints.restore import load_instead
+from ds_vrgd.engines.deepspeed.held import reduce_rest, reduces_in_hooks_alone
 from ds_vrgd.engines.deepspeed.observer import EngineObserver
 from ds_vrgd.engines.deepspeed.parallel import Engine, chunk_ranks, unmarked_splits
 from ds_vrgd.engines.deepspeed.pipeline import Follower
@@ -114,6 +116,10 @@ class Attachment:
         patches.follow(engine, "_backward_epilogue", after=observer.end_pass)
         patches.within(engine, "_take_model_step", self._model_step)
         patches.follow(engine, "step", after=self._raise_error)
+        if observer.mode != "fused" and reduces_in_hooks_alone(engine.optimizer):
+            patches.follow(
+                engine.optimizer, "reduce_gradients", before=functools.partial(reduce_rest, engine.optimizer)
+            )
         if observer.chunks is not None:
             observer.chunks.follow(patches)
             patches.follow(engine, "_backward_prologue", before=observer.begin_pass)

@@ -3,7 +3,8 @@
 DeepSpeed reuses buffers from window to window. At ZeRO-3 and with CPU offload it adds a micro-batch to the buffer
 unless the micro-batch is the window's first, and steps with the buffer whether or not a gradient was written. A
 parameter that took no part in the first or the last micro-batch then trains on an earlier window's gradient. So the
-buffers are cleared with every window, and completed before every step.
+buffers are cleared with every window, and completed before every step. At stage 1 with ``overlap_comm`` it does not
+reduce such a gradient, if the last micro-batch brought none.
 """
 
 from __future__ import annotations
@@ -81,6 +82,30 @@ def complete(wrapper: Any) -> None:
                 continue
         wrapper.norm_for_param_grads[number] = total.float().norm(2).to(get_accelerator().current_device_name())
         shard.grad.view(-1).narrow(0, start, total.numel()).copy_(total)
+
+
+def reduces_in_hooks_alone(wrapper: Any) -> bool:
+    """Return whether an optimizer wrapper's reduction may leave out gradients, which :func:`reduce_rest` reduces."""
+    if not isinstance(wrapper, DeepSpeedZeroOptimizer):
+        return False
+    return bool(wrapper.overlap_comm and not wrapper.partition_gradients)
+
+
+def reduce_rest(wrapper: Any) -> None:
+    """Reduce what the last backward pass has left at stage 1 with ``overlap_comm``; call it before the reduction ends.
+
+    DeepSpeed's hooks reduce there what that pass brings. The gradient of a parameter that took part in earlier
+    micro-batches alone would stay that of one rank, and so would all that a second pass of a micro-batch adds.
+    """
+    wrapper.setup_buckets()
+    waiting = {number for bucket in wrapper.ipg_buckets.values() for *_, number in bucket.params}
+    for index, params in enumerate(wrapper.bit16_groups):
+        for param in params:
+            number = wrapper.get_param_id(param)
+            if wrapper.params_already_reduced[number] or number in waiting:
+                continue
+            if wrapper.get_gradient_for_reduction(param) is not None:
+                wrapper.reduce_ready_partitions_and_remove_grads(param, index)
 
 
 class GradientScale:

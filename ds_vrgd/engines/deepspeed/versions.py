@@ -80,7 +80,9 @@ WRAPPERS = {
     ),
     "DeepSpeedZeroOptimizer": (
         *_SHARED_ZERO, "round_robin_bit16_groups", "round_robin_bit16_offsets", "single_partition_of_fp32_groups",
-        "real_dp_process_group", "all_grad_tensors", "cpu_offload",
+        "real_dp_process_group", "all_grad_tensors", "cpu_offload", "overlap_comm", "partition_gradients",
+        "bit16_groups", "setup_buckets", "ipg_buckets", "params_already_reduced", "get_param_id",
+        "get_gradient_for_reduction", "reduce_ready_partitions_and_remove_grads", "reduce_gradients",
     ),
     "DeepSpeedZeroOptimizer_Stage3": (
         *_SHARED_ZERO, "fp16_groups", "fp32_partitioned_groups_flat", "sub_group_to_group_id", "grad_position",
@@ -95,7 +97,7 @@ _SHARED_FUSED = (
 #: Further ones, which fused mode alone needs.
 FUSED = {
     "DeepSpeedZeroOptimizer": (
-        *_SHARED_FUSED, "bit16_groups", "bit16_groups_flat", "ready_for_gradients", "_release_ipg_buffers",
+        *_SHARED_FUSED, "bit16_groups_flat", "ready_for_gradients", "_release_ipg_buffers",
         "_build_compact_grad_partition_buffer",
     ),
     "DeepSpeedZeroOptimizer_Stage3": _SHARED_FUSED,

@@ -67,7 +67,9 @@ PyTorch (`tests/engines/deepspeed/test_edits.py`, `tests/optim/test_edits.py`):
    is none. Two backward passes of one micro-batch are one chunk, their sum.
 2. **Stale.** A layer without a gradient in a window's first or last micro-batch (a branch, layer drop, a head that is
    used now and then) has a zero gradient there. DeepSpeed reuses its buffers at ZeRO-3 and with CPU offload; they are
-   cleared with every window and completed before every step, so that LAMB, LARS and gamma = 1 are right as well.
+   cleared with every window and completed before every step, so that LAMB, LARS and gamma = 1 are right as well. At
+   stage 1 with `overlap_comm` it leaves a gradient unreduced that the last backward pass did not bring; that is reduced
+   before the step.
 3. **Edited.** After `safe_set_full_grad`, `safe_set_local_grad`, an edit of `.grad`, or a hook on accumulated
    gradients, on one rank or on all, the edited gradient takes the mean's place. r stays that of the chunks.
 4. **An error.** A second backward pass after the first one's gradients were exchanged, a pass that broke off, or ranks

@@ -29,12 +29,14 @@ from tests.support.trajectory import DTYPES, Case, reference_groups, relative_er
 WORLD, ACCUMULATION, STEPS = 2, 2, 3
 BOUND = 8e-7
 OFFLOAD = {"offload_optimizer": {"device": "cpu"}}
+OVERLAP = {"overlap_comm": True}
 
 CASES = {
     "stage 0": Case("VRAdamW", 0, "fp32", ACCUMULATION),
     "stage 0, bf16": Case("VRAdamW", 0, "bf16", ACCUMULATION),
     "stage 1, fused": Case("VRAdamW", 1, "fp32", ACCUMULATION),
     "stage 1, observe": Case("VRAdamW", 1, "fp32", ACCUMULATION, reduction="observe"),
+    "stage 1, observe, overlapping": Case("VRAdamW", 1, "fp32", ACCUMULATION, reduction="observe", zero=OVERLAP),
     "BF16_Optimizer": Case("VRAdamW", 1, "bf16", ACCUMULATION, "fp32"),
     "stage 2, fused, bf16": Case("VRAdamW", 2, "bf16", ACCUMULATION),
     "stage 2, observe": Case("VRAdamW", 2, "fp32", ACCUMULATION, reduction="observe"),
@@ -303,7 +305,13 @@ CHANGES: dict[str, dict[str, Any]] = {
 }
 STALE = {
     f"{name}, {what}": replace(CASES[name], dtype="fp32", **change)
-    for name in ("stage 2, observe", "stage 2, offload", "stage 3, observe, bf16", "stage 3, offload")
+    for name in (
+        "stage 1, observe, overlapping",
+        "stage 2, observe",
+        "stage 2, offload",
+        "stage 3, observe, bf16",
+        "stage 3, offload",
+    )
     for what, change in CHANGES.items()
 } | {
     f"stage {stage}, offload, bf16 summed in fp32": Case("VRAdamW", stage, "bf16", ACCUMULATION, "fp32", zero=OFFLOAD)
@@ -490,11 +498,55 @@ def rebuilt(case: Case, rank: int, how: str) -> Found:
     return Found(error, [k])
 
 
+class Halves(nn.Module):
+    """A weight whose chunks are observed, and one whose group has gamma=1, which has a micro-batch of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.observed = nn.Parameter(torch.linspace(-1, 1, 11))
+        self.other = nn.Parameter(torch.linspace(0, 2, 7))
+
+    def forward(self, x: Tensor, both: bool) -> Tensor:
+        loss = (self.other * x[0, :7]).square().sum()
+        return loss + (self.observed * x[1, :11]).square().sum() if both else loss
+
+
+def unobserved(case: Case, rank: int, how: str) -> Found:
+    """Compute a micro-batch that brings nothing to the observed parameters: a chunk of zeros to them."""
+    case = replace(case, dtype="fp32", accum_dtype=None)
+    model, plain = Halves(), Halves()
+    groups = [{"params": [model.observed]}, {"params": [model.other], "gamma": 1.0}]
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=groups, config=case.config(WORLD))
+    start = {name: p.detach().double() for name, p in plain.named_parameters()}
+    of_names = [{"params": ["observed"]}, {"params": ["other"], "gamma": 1.0}]
+    reference, k = DenseOptimizer(case.optimizer, start, of_names, **case.hyper()), []
+    for step in range(STEPS):
+        data = torch.randn(ACCUMULATION, WORLD, 2, 11, generator=torch.Generator().manual_seed(step))
+        plain.load_state_dict({name: weight.float() for name, weight in reference.params.items()})
+        chunks = []
+        for index, of_ranks in enumerate(data):
+            for x in of_ranks:
+                plain.zero_grad()
+                plain(x, both=index > 0).backward()
+                chunks.append({n: p.grad.double() for n, p in plain.named_parameters() if p.grad is not None})
+        for index in range(ACCUMULATION):
+            if how == "boundary by hand":
+                engine.set_gradient_accumulation_boundary(index == ACCUMULATION - 1)
+            engine.backward(engine(data[index, rank].to(engine.device), index > 0))
+            if how == "steps" or index == ACCUMULATION - 1:
+                engine.step()
+        reference.step(chunks)
+        k.append(ds_vrgd.gsnr_stats(engine).k)
+    error = relative_error(master_weights(engine), reference)
+    engine.destroy()
+    return Found(error, k)
+
+
 SCRIPTS: dict[str, Callable[[Case, int, str], Found]] = {
     function.__name__: function
     for function in (
         drops, sets, masks, masks_afterwards, branches, all_at_once, two_losses, joint_loss, unannounced,
-        discriminators, rebuilt,
+        discriminators, rebuilt, unobserved,
     )
 }  # fmt: skip
 
@@ -514,6 +566,7 @@ RUNS: list[Run] = [
     *(("unannounced", name, "") for name in CASES if "stage 0" not in name),
     *(("discriminators", name, "one forward") for name in CASES if name not in EPILOGUE_FAILS),
     *(("rebuilt", name, "left") for name in CASES),
+    *(("unobserved", name, "boundary by hand") for name in CASES),
 ]
 MORE_RUNS: list[Run] = [
     *(("masks", name, "") for name in CASES),
@@ -526,6 +579,7 @@ MORE_RUNS: list[Run] = [
     *(("two_losses", name, "one graph") for name in CASES if "stage 3" not in name),  # gone there after the first pass
     *(("discriminators", name, "two forwards") for name in CASES if name not in EPILOGUE_FAILS),
     *(("rebuilt", name, "destroyed") for name in CASES),
+    *(("unobserved", name, "steps") for name in CASES),
 ]
 
 
