@@ -191,10 +191,10 @@ class Shard:
         return AVERAGE in self.state and self.ratios > 0
 
     def count_ratio(self, *, brings: bool) -> None:
-        """Count the ratio of a step before the step is counted; with gamma=1 there is none to count."""
+        """Count the ratio of a step before the step is counted; where gamma was always 1 there is none to count."""
         if brings and RATIOS in self.state:
             self.state[RATIOS] += 1
-        elif not brings and self.group["gamma"] < 1.0:
+        elif not brings and (self.group["gamma"] < 1.0 or AVERAGE in self.state):
             self.state[RATIOS] = self.ratios
 
     def new_average(self) -> Tensor:

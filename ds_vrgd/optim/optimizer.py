@@ -373,6 +373,7 @@ class VROptimizer(Rule, torch.optim.Optimizer):
         for passes in work:
             self._update(passes)
         for shard in plain:
+            shard.count_ratio(brings=False)
             if shard.scale is not None:
                 shard.grad = shard.grad * shard.scale
         for _, run in itertools.groupby(plain, lambda shard: id(shard.group)):
