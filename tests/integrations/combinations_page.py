@@ -22,7 +22,7 @@ PREFACE = """\
 Every pair, at every ZeRO stage, with the optimizer's state on the device, on the CPU and on NVMe: tried with `VRLAMB`,
 in fp32, on one CPU rank with two micro-batches. "yes": the engine's optimizer is ours with k = 2, the learning rate of
 every step is the schedule's, and after 4 steps the weights are those of all other pairs with that schedule (norm-wise
-to 8e-7). A letter is the error, which stands below the table, whole. There is no third possibility.
+to 8e-7). A letter stands for an error, which is quoted in full below the table. There is no third possibility.
 
 - **optimizer**: *JSON*: the DeepSpeed config's "optimizer". *instance*: `optimizer=VRLAMB(groups)`. *class*:
   `optimizer=VRLAMB`, or the Trainer's `optimizer_cls_and_kwargs=(VRLAMB, {})`. *factory*: the same with

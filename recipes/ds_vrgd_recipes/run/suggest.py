@@ -175,8 +175,8 @@ def _nearest(noise_scale: float, batch: int) -> int:
 
 
 def _too_wide(found: NoiseScale, means: RatioOfMeans, counted: int, batch: int) -> str:
-    between = f"between {found.low:.3g} and {found.high:.3g} samples" if math.isfinite(found.high) else (
-        f"at least {found.low:.3g} samples"
+    between = f"between {_rounded(found.low)} and {_rounded(found.high)} samples" if math.isfinite(found.high) else (
+        f"at least {_rounded(found.low)} samples"
     )  # fmt: skip
     needed = _updates_needed(means, counted)
     if needed is None:
@@ -190,6 +190,11 @@ def _too_wide(found: NoiseScale, means: RatioOfMeans, counted: int, batch: int) 
         f"the noise scale is {between} after {counted} updates, too uncertain to choose a batch by (the ends of the "
         f"interval may differ by a factor of {WIDEST:g}); {more}"
     )
+
+
+def _rounded(samples: float) -> str:
+    """Return a number of samples with three digits that count: 1,840, and not 1.84e+03."""
+    return f"{float(f'{samples:.3g}'):,.10g}"
 
 
 def _updates_needed(means: RatioOfMeans, counted: int) -> int | None:
@@ -213,8 +218,8 @@ def lines(found: Suggestion, examples: int | None) -> Sequence[str]:
     """
     scale = found.noise_scale
     text = [
-        f"noise scale   {scale.value:.3g} samples ({scale.low:.3g} to {scale.high:.3g}, 95 %), over {found.counted} "
-        "updates after the warm-up",
+        f"noise scale   {_rounded(scale.value)} samples ({_rounded(scale.low)} to {_rounded(scale.high)}, 95 %), over "
+        f"{found.counted} updates after the warm-up",
         *([f"GSNR          {found.clamped.line()}"] if found.clamped else []),
         f"batch         {found.batch:,}, where the probe had {found.probe_batch:,}",
         f"learning rate {found.lr:.3g} at the peak: {found.probe_lr:.3g}, times the square root of "
@@ -244,8 +249,8 @@ def lines(found: Suggestion, examples: int | None) -> Sequence[str]:
     text += ["", "What this does not know:"]
     if found.older is not None:
         text.append(
-            f"- The noise scale has moved during the probe, from {found.older.value:.3g} to {scale.value:.3g} samples; "
-            "only the newer half counts here."
+            f"- The noise scale has moved during the probe, from {_rounded(found.older.value)} to "
+            f"{_rounded(scale.value)} samples; only the newer half counts here."
         )
     return [
         *text,

@@ -28,11 +28,11 @@ fp32 (master) weights after 5 steps, |theta - theta_ref| / |theta_ref|. The boun
 The model (`tests/support/model.py`) has odd sizes, an embedding with unused rows, a LayerNorm, an output head tied
 to the embedding and a frozen weight; two param groups; a reduction bucket of 300 elements, so that three ranks cut
 the embedding in three. The chunk gradients come from a plain copy of the model that holds the engine's weights, in
-the model's dtype: one backward pass a chunk, no engine and no hook.
+the model's dtype: one backward pass per chunk, no engine and no hook.
 
 Where DeepSpeed allows it (at stages 1 to 3, except for one wrapper), the optimizer replaces DeepSpeed's reduction
-(`reduction` auto: fused mode); the rows called "observe" look on beside it, and those called "two nodes" send gradients
-only inside groups of two ranks and moments between them.
+(`reduction` auto: fused mode). In the rows called "observe" it leaves it in place; those called "two nodes" send
+gradients only inside groups of two ranks and moments between them.
 
 In bf16 and fp16 a VR optimizer takes the mean from the chunks, summed in fp32, and not DeepSpeed's own, which is
 rounded to the model's dtype: hence the figures of fp32. So do LARS and LAMB in fused mode, where the exchange serves
