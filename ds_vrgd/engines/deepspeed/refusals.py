@@ -319,7 +319,8 @@ def refuse_overruled(named: Any, ours: Mapping[str, type[VROptimizer]], optimize
     Raises:
         RuntimeError: naming both, and the way out.
     """
-    if named in ours and not isinstance(optimizer, ours[named]):
+    # "LAMB" is DeepSpeed's name, too, in the JSON of a program that knows nothing of this package.
+    if named in ours and named != "LAMB" and not isinstance(optimizer, ours[named]):
         other = type(optimizer).__name__
         raise RuntimeError(
             f'the DeepSpeed JSON\'s "optimizer" section names {named}, but the program has given the engine {other}, '
