@@ -457,10 +457,11 @@ class VROptimizer(Rule, torch.optim.Optimizer):
             )
         if 1 < k < FEW_CHUNKS and not self._warned_few_chunks:
             self._warned_few_chunks = True
-            world.warn(
-                f"{name} estimates the GSNR from only k = {k} chunks; the paper found k in [32, 256] "
-                "best. More accumulation steps at a smaller micro-batch raise k at the same batch size."
-            )
+            if world.is_first():
+                world.warn(
+                    f"{name} estimates the GSNR from only k = {k} chunks; the paper found k in [32, 256] "
+                    "best. More accumulation steps at a smaller micro-batch raise k at the same batch size."
+                )
         return in_all
 
     # -- sums over whole layers, wherever their elements are ----------------------------------------------------------
