@@ -130,11 +130,12 @@ class EngineObserver(Observer):
         # Forget the chunks of gradients that were set to zero since the last backward pass.
         self._discards.look()
         discarded = self._discards.found()
+        is_all = bool(discarded) and self._discards.are_all(discarded)
         if self._holdings.copies:
             assert self._moments is not None
-            for param in discarded:
+            for param in self._hooked if is_all else discarded:  # also what was zero by itself
                 self._moments.drop(param)
-        elif discarded and self._discards.are_all(discarded):
+        elif is_all:
             self.drop()
         self._discards.clear()
 

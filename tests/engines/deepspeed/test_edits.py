@@ -22,6 +22,7 @@ import ds_vrgd
 from ds_vrgd.doctor.chunks import chunk_gradients
 from ds_vrgd.doctor.reference import DenseOptimizer
 from ds_vrgd.doctor.weights import HandedMean, master_weights, whole_weights
+from ds_vrgd.optim import VRSGD
 from tests.support.model import TinyLM, batches, make_model, param_groups
 from tests.support.ranks import run_on_ranks
 from tests.support.trajectory import DTYPES, Case, reference_groups, relative_error
@@ -629,3 +630,31 @@ def test_follows_the_reference(found: dict[Run, Found | str], run: Run) -> None:
 @pytest.mark.parametrize("run", MORE_RUNS, ids=", ".join)
 def test_follows_the_reference_in_every_way(found_more: dict[Run, Found | str], run: Run) -> None:
     check(run, found_more[run])
+
+
+class ZeroByItself(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.trained, self.zero = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.trained(x).square().mean() + 0.0 * self.zero(x).sum()
+
+
+def drops_zeros(rank: int) -> int:
+    """Return the k of a window of two micro-batches at stage 0, after one that was thrown away in place."""
+    model = ZeroByItself()
+    config = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2}
+    engine, *_ = deepspeed.initialize(model=model, optimizer=VRSGD(model.parameters(), lr=0.1), config=config)
+    for index in range(3):
+        engine.set_gradient_accumulation_boundary(index == 2)
+        engine.backward(engine(torch.ones(2, 4, device=engine.device)))
+        if index == 0:
+            engine.module.zero_grad(set_to_none=False)
+    engine.step()
+    return ds_vrgd.gsnr_stats(engine).k
+
+
+@pytest.mark.slow
+def test_a_gradient_that_is_zero_by_itself_is_dropped_with_the_others() -> None:
+    assert run_on_ranks(1, drops_zeros) == [2]
