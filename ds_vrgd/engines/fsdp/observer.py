@@ -227,7 +227,7 @@ class FSDPObserver(GradientObserver):
     def unit(self, k: int) -> float:
         """Return the number of micro-batches, by which each loss counts as divided, times what FSDP2 left undivided."""
         unit = self._units[0]
-        return self._parts * unit.ranks * unit.replicas / unit.divisor
+        return self._parts * unit.ranks * unit.replicas / unit.divisor * unit.divided_before
 
     def after_step(self) -> None:
         """End the window with the step."""

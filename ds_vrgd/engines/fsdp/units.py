@@ -40,6 +40,15 @@ class Unit:
         return float(self._group.gradient_divide_factor or self.ranks * self.replicas)
 
     @property
+    def divided_before(self) -> float:
+        """Return what FSDP2 divides the buffer by before it is sent: in float64 alone, about the divisor's root."""
+        policy, before = self._group.mp_policy, 1.0
+        if (policy.reduce_dtype or policy.param_dtype or self.params[0].dtype) == torch.float64:
+            while self.divisor % before == 0 and self.divisor / before > before:  # as torch does, and in float16
+                before *= 2
+        return before
+
+    @property
     def communication(self) -> Any:
         """Return what reduces the gradients now."""
         return self._group._reduce_scatter_comm

@@ -227,6 +227,23 @@ def in_turns(*, reports_unused: bool) -> tuple[int, int]:
     return found[0], found[1]
 
 
+def noise_in(dtype: torch.dtype) -> list[float]:
+    """Return trace and signal of a window, whose numbers are those of fp32."""
+    torch.manual_seed(dist.get_rank())
+    model = Towers()
+    for param in model.parameters():
+        nn.init.constant_(param, 0.5)
+    model = model.to(DEVICE, dtype)
+    fully_shard(model)
+    optimizer = VRSGD(model.parameters(), lr=0.1)
+    ds_vrgd.attach(model, optimizer)
+    for _ in range(2):
+        model(torch.randn(5, 4).to(DEVICE, dtype), ("first", "second")).backward()
+    optimizer.step()
+    noise = ds_vrgd.noise.gradient_noise(optimizer, 5)
+    return [float(noise.trace.sum()), float(noise.signal.sum())]
+
+
 def broken_off() -> tuple[str, str, int]:
     """Return the errors where a pass that failed is ignored, and the k of a window after ``zero_grad()``."""
     model, optimizer = build(CASE)
@@ -490,6 +507,7 @@ def everything(rank: int) -> dict[str, Any]:
         "merging": told_of_merging(),
         "refusals": refusals(),
         "in turns": [in_turns(reports_unused=reports) for reports in (True, False)],
+        "noise": [noise_in(dtype) for dtype in (torch.float32, torch.float64)],
         "broken": broken_off(),
     }
 
@@ -553,6 +571,12 @@ def test_what_is_frozen_and_unused_stays(found: list[dict[str, Any]]) -> None:
 
 def test_units_that_take_turns_leave_none_in_every_pass(found: list[dict[str, Any]]) -> None:
     assert all(of_rank["in turns"] == [(2 * WORLD, 2 * WORLD)] * 2 for of_rank in found)
+
+
+def test_the_noise_in_fp64_is_that_of_fp32(found: list[dict[str, Any]]) -> None:
+    for of_rank in found:
+        in_fp32, in_fp64 = of_rank["noise"]
+        assert in_fp64 == pytest.approx(in_fp32, rel=1e-4)
 
 
 def test_zeros_that_were_written_by_hand_are_an_error(found: list[dict[str, Any]]) -> None:
