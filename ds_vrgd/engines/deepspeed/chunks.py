@@ -72,7 +72,8 @@ class Chunks:
         """Follow a forward pass; without gradients it belongs to no chunk."""
         self._in_forward = True
         if torch.is_grad_enabled():
-            if (self._silent or (self.is_open and self._passes)) and self._program_owns_boundary():
+            owned = self._owned or self._program_owns_boundary()
+            if owned and (self._silent or (self.is_open and self._passes)):
                 self._close()
             if self._closed and self._owned:
                 self.forget()
@@ -147,6 +148,7 @@ class Chunks:
     def end_pass(self) -> None:
         """End a backward pass."""
         brought, self._running, self._pass_brought = self._pass_brought, None, False
+        self._owned = self._owned or self._program_owns_boundary()  # no_sync() may be left before the next pass
         if brought:
             self._passes += 1
             if not (self._waits or self._another_follows or self._passes < self._expected_passes()):
@@ -189,7 +191,7 @@ class Chunks:
     def _close(self) -> None:
         if self._forwards > 1:
             self._one_pass_for_all = self._passes == 1
-        self.is_open, self._closed, self._owned = False, True, self._program_owns_boundary()
+        self.is_open, self._closed = False, True
         self._hold(False)
         self._complete()
 
