@@ -113,8 +113,8 @@ class DenseOptimizer:
                 if group["gamma"] < 1:
                     averaged = last_average if len(chunks) == 1 else average_ratio
                     g = (averaged(state, r, group) if self.name in AVERAGED else r) * g
-                elif "exp_avg_gsnr" in state:
-                    last_average(state, r, group)  # only counts, for a gamma that was below 1 before
+                elif self.name in AVERAGED:
+                    last_average(state, r, group)  # only counts, for a gamma that is below 1 in other steps
                 self.params[n].copy_(self._updated(self.params[n], g, state, group))
 
     def _gradient(self, gradients: Mapping[str, Tensor], n: str) -> Tensor:

@@ -265,7 +265,7 @@ class VROptimizer(Rule, torch.optim.Optimizer):
         if self.counts_steps and "step" not in shard.state:
             shard.state["step"] = torch.tensor(0.0)
         keys = self.state_keys(shard.group)
-        averages = self.averages_ratio and shard.group["gamma"] < 1.0
+        averages = self.averages_ratio and not any(shard.group is off for off in self._off.values())
         if averages and AVERAGE not in shard.state and not shard.state["step"]:
             keys = (*keys, AVERAGE)
         for key in keys:
