@@ -265,9 +265,9 @@ class VROptimizer(Rule, torch.optim.Optimizer):
         if self.counts_steps and "step" not in shard.state:
             shard.state["step"] = torch.tensor(0.0)
         keys = self.state_keys(shard.group)
-        averages = self.averages_ratio and not any(shard.group is off for off in self._off.values())
-        if averages and AVERAGE not in shard.state and not shard.state["step"]:
-            keys = (*keys, AVERAGE)
+        if self.averages_ratio and AVERAGE not in shard.state and not shard.state["step"]:
+            is_observed = not any(shard.group is off for off in self._off.values())
+            keys = (*keys, AVERAGE) if is_observed else keys
         for key in keys:
             if key not in shard.state:
                 dtype = shard.average_dtype if key == AVERAGE else None
