@@ -102,8 +102,9 @@ def _fit_state(rule: Rule, group: StateDict, tensor: Tensor, had: StateDict, *, 
     """Return the state of one tensor with every entry that the optimizer needs, and no other."""
     name, averages = type(rule).__name__, rule.averages_ratio and group["gamma"] < 1.0
     average = local(had[AVERAGE]) if averages and float(had.get("step", 0.0)) > 0.0 and AVERAGE in had else None
-    counted = RATIOS in had and not is_dtensor(tensor)  # for DTensors torch.distributed.checkpoint makes that, too
-    if average is not None and average.numel() and not counted and not bool(average.any()):
+    # Of DTensors an optimizer without steps, into which torch.distributed.checkpoint loads, saves a count of 0, too.
+    none_yet = had.get(RATIOS) == 0 and not is_dtensor(tensor)
+    if average is not None and average.numel() and not none_yet and not bool(average.any()):
         # A mean of ratios that are at least gamma is not 0: torch.distributed.checkpoint has made it, and loaded none.
         had, averaged_before = {key: had[key] for key in had if key not in (AVERAGE, RATIOS)}, False
     fit = {key: value for key, value in had.items() if key not in (AVERAGE, RATIOS) or averages}
