@@ -146,7 +146,8 @@ class PlainObserver(GradientObserver):
 
     With ``torch.distributed`` initialised, all its ranks are data-parallel replicas, as under DDP.
 
-    A chunk is one outermost backward pass that brought gradients, as they leave autograd: after every tensor hook.
+    A chunk is one outermost backward pass that brought gradients of observed parameters, as they leave autograd: after
+    every tensor hook.
     Chunks are forgotten with the gradients that they made up: by ``step()``, by ``optimizer.zero_grad()``, and where
     ``.grad`` is None or was set to zero since the last backward pass.
 

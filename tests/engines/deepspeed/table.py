@@ -64,7 +64,8 @@ PyTorch (`tests/engines/deepspeed/test_edits.py`, `tests/optim/test_edits.py`):
    (`module.zero_grad()`, `p.grad.zero_()`, `p.grad.data.zero_()`, `p.grad = zeros`), where gradients stay in `.grad`:
    in plain PyTorch, under DDP, at stage 0, and in observe mode at stage 1. A gradient that autograd itself left at
    zero is a chunk. A backward pass that brings no gradient, as another model's loss through a frozen discriminator,
-   is none. Two backward passes of one micro-batch are one chunk, their sum.
+   is none; in plain PyTorch and under DDP, nor is one that brings a gradient to parameters with gamma = 1 alone. Two
+   backward passes of one micro-batch are one chunk, their sum.
 2. **Stale.** A layer without a gradient in a window's first or last micro-batch (a branch, layer drop, a head that is
    used now and then) has a zero gradient there. DeepSpeed reuses its buffers at ZeRO-3 and with CPU offload; they are
    cleared with every window and completed before every step, so that LAMB, LARS and gamma = 1 are right as well. At
