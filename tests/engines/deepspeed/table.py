@@ -76,6 +76,9 @@ PyTorch (`tests/engines/deepspeed/test_edits.py`, `tests/optim/test_edits.py`):
 4. **An error.** A second backward pass after the first one's gradients were exchanged, a pass that broke off, or ranks
    that disagree on k stop the step. The message names the layer and the way out.
 
+Where GSNR is off and DeepSpeed's own reduction stays (`gamma=1`; LARS and LAMB in observe mode and with CPU offload),
+so does what DeepSpeed makes of `zero_grad()` within a window, and of a second backward pass of a micro-batch.
+
 Under an engine, a chunk is what one rank computes between two calls of `engine.step()`. Where the program owns the
 accumulation boundary and steps once per window, a forward pass after a backward pass begins the next chunk: with
 `set_gradient_accumulation_boundary` (the Hugging Face Trainer and Accelerate go by it),
