@@ -87,6 +87,9 @@ second pass has to be announced: by `engine.backward(first_loss, retain_graph=Tr
 before the first backward pass. An announced chunk is held back until it is complete, and takes the memory of a whole
 gradient.
 
+Without an engine each `backward()` is a chunk, also where two of them reach different layers: add the losses of a
+micro-batch, and call it once.
+
 In observe mode an edit is found by comparing what DeepSpeed hands over with the mean of the chunks, element by
 element. What DeepSpeed's own rounding can explain is no edit: with n roundings to a dtype of unit roundoff u, and
 chunks of mean m and variance v, that is ten times `u sqrt(n m^2 / 9 + v / 3)`; with sequence parallelism, where

@@ -106,8 +106,8 @@ class Engine:
         params = [(name, torch.nn.Parameter(torch.ones(size))) for name, size in (("a", 4), ("b", 2))]
         self.optimizer = ds_vrgd.VRSGD(params, lr=0.0, gamma=0.2)
         for _ in range(k):
-            for _, param in params:
-                ((1.0 + torch.randn(param.shape, generator=generator)) @ param / k).backward()
+            losses = [(1.0 + torch.randn(param.shape, generator=generator)) @ param for _, param in params]
+            (sum(losses) / k).backward()
         self.optimizer.step()
         self.optimizer.overflow = False
 
