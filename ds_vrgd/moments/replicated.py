@@ -83,11 +83,12 @@ class ReplicatedMoments:
         self._counts_all = counts_all or sequences is not None
         self._chunks, self._micro_batches, self._merged = 0, 0, False
 
-    def extend(self, params: Sequence[Tensor]) -> None:
-        """Observe more parameters, in the same order on all ranks; in the micro-batches so far their gradient was 0."""
-        self._params += params
+    def observe(self, params: Sequence[Tensor]) -> None:
+        """Observe these parameters from now on, in the same order on all ranks; new ones had a gradient of 0 so far."""
+        self._params = list(params)
         if self._held:
-            self._allocate(params)
+            self._allocate([param for param in params if param not in self._held])
+            self._held = {param: self._held[param] for param in params}
 
     def _allocate(self, observed: Sequence[Tensor]) -> None:
         alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}

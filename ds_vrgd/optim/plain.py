@@ -160,19 +160,26 @@ class PlainObserver(GradientObserver):
         self._handles: list[GradientHook | torch.utils.hooks.RemovableHandle] = []
         self._moments: ReplicatedMoments | None = None
         self._discards = Discards()
+        self._backward = -1
+        self._unfinished: dict[int, set[Tensor]] = {}
         self.unused = True
         self.reload(groups)
 
     def reload(self, groups: Sequence[dict[str, Any]]) -> bool:
-        """Observe the param groups that a checkpoint has brought, whose gamma may differ; always True."""
-        self.detach()
+        """Observe the param groups that a checkpoint has brought, whose gamma may differ; always True.
+
+        An open window goes on: its gradients are still in ``.grad``, and so its chunks stay.
+        """
+        self._remove_hooks()
         self._layouts = {}
         self._observed: list[Tensor] = []
-        self._backward, self._pass = -1, None
-        self._unfinished: dict[int, set[Tensor]] = {}
-        self._ranks_agree = self._gradients_agree = self._layers_are_whole = False
+        self._gradients_agree = False
+        moments, self._moments = self._moments, None
         for group in groups:
             self.add_group(group)
+        if moments is not None and moments.any_chunks:
+            moments.observe(self._observed)
+            self._moments = moments
         return True
 
     def add_group(self, group: dict[str, Any]) -> None:
@@ -189,14 +196,17 @@ class PlainObserver(GradientObserver):
                 self._handles.append(GradientHook(param, self.on_gradient))
                 self._handles.append(param.register_post_accumulate_grad_hook(weakly(self.on_accumulated)))
             if self._moments is not None:
-                self._moments.extend(trained)
+                self._moments.observe(self._observed)
         self._ranks_agree = self._layers_are_whole = False
 
-    def detach(self) -> None:
-        """Remove the hooks, and let go of the moments."""
+    def _remove_hooks(self) -> None:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+
+    def detach(self) -> None:
+        """Remove the hooks, and let go of the moments."""
+        self._remove_hooks()
         self._moments = None
         self._norms.clear()
         self._discards.clear()

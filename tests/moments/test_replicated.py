@@ -193,11 +193,11 @@ def test_restart_in_an_open_micro_batch() -> None:
 
 
 @pytest.mark.parametrize("when", ["before the first gradient", "between windows", "inside a window"])
-def test_extend(when: str) -> None:
+def test_observe_more(when: str) -> None:
     params, moments = make()
     new = torch.zeros(2)
     if when == "before the first gradient":
-        moments.extend([new])
+        moments.observe([*params, new])
     chunks = []
     for micro_batch in range(4):
         if micro_batch == 2 and when != "before the first gradient":
@@ -205,7 +205,7 @@ def test_extend(when: str) -> None:
                 moments.finish()
                 moments.reset()
                 chunks.clear()
-            moments.extend([new])
+            moments.observe([*params, new])
         for param, grad in zip(params, gradients(0, micro_batch), strict=True):
             moments.add(param, grad)
         chunks.append(torch.full((2,), float(micro_batch) * (micro_batch >= 2)))
@@ -214,6 +214,20 @@ def test_extend(when: str) -> None:
         moments.end_micro_batch()
     assert moments.finish() == len(chunks)
     check(moments, new, chunks)
+
+
+def test_observe_fewer() -> None:
+    params, moments = make()
+    for micro_batch in range(2):
+        if micro_batch == 1:
+            moments.observe(params[1:])
+        for param, grad in list(zip(params, gradients(0, micro_batch), strict=True))[micro_batch:]:
+            moments.add(param, grad)
+        moments.end_micro_batch()
+    moments.finish()
+    check(moments, params[1], [gradients(0, m)[1] for m in range(2)])
+    with pytest.raises(KeyError):
+        moments.moments(params[0])
 
 
 # --- two ranks

@@ -185,6 +185,25 @@ def test_a_skipped_step_leaks_nothing(clear: Clear) -> None:
     same(model, reference)
 
 
+@pytest.mark.parametrize("at", [1, 2, 3])
+def test_a_state_that_is_loaded_within_a_window_leaves_its_chunks(at: int) -> None:
+    # their gradients are in .grad, which a state dict does not touch
+    model = Regression()
+    optimizer = VRAdam(model.parameters(), lr=0.1)
+    reference = reference_of(optimizer, model)
+    run_window(model, optimizer, range(3), reference)
+    reference.step(chunks_of(model, range(3, 6)))
+    for micro_batch in range(3):
+        if micro_batch == at:
+            optimizer.load_state_dict(optimizer.state_dict())
+        (model.loss(3 + micro_batch) / 3).backward()
+    if at == 3:
+        optimizer.load_state_dict(optimizer.state_dict())
+    optimizer.step()
+    assert gsnr_stats(optimizer).k == 3
+    same(model, reference)
+
+
 def test_grad_scaler() -> None:
     # the scaler skips the second window; r does not see the scale, nor that it halves
     model = Regression()

@@ -73,24 +73,28 @@ class FSDPObserver(GradientObserver):
     # -- the param groups ---------------------------------------------------------------------------------------------
 
     def reload(self, groups: Sequence[dict[str, Any]]) -> bool:
-        """Observe the param groups that a checkpoint has brought, whose gamma may differ; always True."""
+        """Observe the param groups that a checkpoint has brought, whose gamma may differ; always True.
+
+        An open window goes on: its gradients are still in ``.grad``, and so its chunks stay.
+        """
         observed = {param for group in groups if group["gamma"] < 1.0 for param in group["params"]}
         for group in groups:
             self._require_sharded(group)
-        for exchange in self._exchanges:
-            exchange.detach()
         self._layouts = {param: ShardLayout.of(self._names.get(param, "unnamed"), param) for param in self._params}
         layers = {
             param: (index, layout.segments[0].first if layout.segments else 0)
             for index, (param, layout) in enumerate(self._layouts.items())
         }
-        self._exchanges = [
+        self._exchanges = self._exchanges or [
             UnitExchange(
-                unit, self._on_reduction, self._norms, observed=not observed.isdisjoint(unit.params),
-                comparison=self.comparison, layers=layers,
+                unit, self._on_reduction, self._norms, observed=False, comparison=self.comparison, layers=layers
             )
             for unit in self._units
-        ]  # fmt: skip
+        ]
+        for exchange in self._exchanges:
+            if exchange.observed == observed.isdisjoint(exchange.unit.params):
+                exchange.reset()
+                exchange.observed = not exchange.observed
         self._exchange_of = {param: exchange for exchange in self._exchanges for param in exchange.unit.params}
         self._ranks_agree = False
         return True
