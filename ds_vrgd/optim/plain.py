@@ -140,6 +140,19 @@ class GradientObserver(Observer):
             self._pass = weakref.ref(end)
         torch.autograd.Variable._execution_engine.queue_callback(end)
 
+    def _is_outermost(self, resume: Callable[[], None]) -> bool:
+        """Return whether the backward pass that ends here ran inside no other; else call ``resume`` in that one.
+
+        A reentrant checkpoint runs it. The outer pass resumes at the nodes that take this node's gradient.
+        """
+        outer = torch._C._current_autograd_node()
+        if outer is None:
+            return True
+        for node, _ in outer.next_functions:
+            if node is not None:
+                node.register_prehook(lambda grads: resume())
+        return False
+
 
 class PlainObserver(GradientObserver):
     """An adapter through hooks on the parameters themselves; a micro-batch ends with its backward pass.
@@ -279,19 +292,13 @@ class PlainObserver(GradientObserver):
     def _end_backward(self, backward: int) -> None:
         """End a backward pass, and with it the micro-batch unless the pass ran inside another one."""
         self._unfinished.pop(backward, None)
-        outer = torch._C._current_autograd_node()
-        if outer is None:
+        if self._is_outermost(self._expect_end):
             self._pass = None
             self._forget_discarded()
             self._window().end_micro_batch()
             # DDP changes .grad in a callback of its own, which may have been queued after this one.
             record = functools.partial(self._discards.record, self._observed)
             torch.autograd.Variable._execution_engine.queue_callback(record)
-            return
-        # A reentrant checkpoint ran it. The outer pass resumes at the nodes that take this node's gradient.
-        for node, _ in outer.next_functions:
-            if node is not None:
-                node.register_prehook(lambda grads: self._expect_end())
 
     def agree(self, optimizer: torch.optim.Optimizer) -> None:
         """Require that all ranks step; once, and after ``add_param_group()``, that they train the same. A collective.

@@ -63,7 +63,8 @@ class UnitExchange:
         self._versions: dict[Tensor, int] = {}
         self._before = unit.communication
         self._reduced_unused = unit.reduce_unused(True)
-        self._alone: tuple[Tensor, Any] | None = None
+        self._alone: tuple[Tensor, Tensor, Any] | None = None
+        self._sent: Tensor | None = None
         self._result: Tensor | None = None
         self._allocated = 0
         unit.module.set_custom_reduce_scatter(self)  # type: ignore[arg-type]
@@ -84,14 +85,17 @@ class UnitExchange:
         """Return memory for FSDP2: first for the buffer to be sent, then for what stays of it on this rank."""
         self._allocated += 1
         if self._allocated == 1:
-            return torch.empty(*size, dtype=dtype, device=device)
+            buffer = torch.empty(*size, dtype=dtype, device=device)
+            self._sent = buffer if self.unit.ranks == 1 else None
+            return buffer
         self._allocated = 0
         # The result is not rounded to the dtype of the wire: FSDP2 casts it to the parameters', or leaves it.
         result = torch.empty(*size, dtype=torch.promote_types(dtype, torch.float32), device=device)
-        if self.unit.ranks == 1:  # FSDP2 copies the buffer there, and calls nobody
+        if (sent := self._sent) is not None:  # FSDP2 copies the buffer of a single rank, and calls nobody
             if (reduces := self._reduces()) is not None:
                 reduces(self)  # which may forget the window, but not this micro-batch
-            self._alone = result, torch.accelerator.current_stream() if device.type != "cpu" else None
+            self._alone = sent, result, torch.accelerator.current_stream() if device.type != "cpu" else None
+            self._sent = None
         return result
 
     def __call__(
@@ -131,15 +135,18 @@ class UnitExchange:
         return [(start, numel, *self._layers[param]) for (param, numel, _), start in found if numel]
 
     def merge_alone(self) -> None:
-        """Merge what a single rank has kept of its own micro-batch, at the end of the backward pass."""
+        """Merge what a single rank has sent of its own micro-batch, at the end of the backward pass.
+
+        Not what FSDP2 has made of it: that is in ``.grad``, where hooks may have changed it.
+        """
         if self._alone is not None:
-            (result, stream), self._alone = self._alone, None
+            (sent, result, stream), self._alone = self._alone, None
             if stream is not None:
                 torch.accelerator.current_stream().wait_stream(stream)
-            rows = result.view(1, -1)
+            rows = sent.view(1, -1)
             self._note(rows)
             if self.observed:
-                self._merge(rows if self.unit.divisor == 1.0 else rows * self.unit.divisor)
+                self._merge(rows)
             self._count(result)
 
     def _count(self, result: Tensor) -> None:
@@ -252,7 +259,8 @@ class UnitExchange:
 
     def reset(self) -> None:
         """Begin the next window."""
-        self._held, self.parts, self.passes, self._allocated, self._alone, self._result = None, 0, 0, 0, None, None
+        self._held, self.parts, self.passes, self._allocated = None, 0, 0, 0
+        self._sent, self._alone, self._result = None, None, None
         self._views = {}
         self._versions.clear()
 

@@ -132,8 +132,7 @@ class FSDPObserver(GradientObserver):
         """Open the backward pass at its first reduction, and forget what the program has thrown away."""
         if not self._is_running():
             self._refuse_broken_pass()
-            self._is_open = True
-            self._call_at_end(functools.partial(self._end_pass))
+            self._expect_end()
         if exchange in self._came:
             raise RuntimeError(
                 f"FSDP2 reduces the gradients of '{exchange.unit.name}' twice in one backward pass, as it does where a "
@@ -143,8 +142,14 @@ class FSDPObserver(GradientObserver):
         self._came.add(exchange)
         exchange.drop_discarded()
 
+    def _expect_end(self) -> None:
+        self._is_open = True
+        self._call_at_end(functools.partial(self._end_pass))
+
     def _end_pass(self) -> None:
         self._pass, self._is_open = None, False
+        if not self._is_outermost(self._expect_end):
+            return
         for exchange in self._came:
             exchange.merge_alone()
             exchange.note_versions()
@@ -156,8 +161,8 @@ class FSDPObserver(GradientObserver):
         if self._is_open:
             raise RuntimeError(
                 "a backward pass of this window broke off (an exception, such as running out of memory), and the "
-                "gradients hold a part of it. Call optimizer.zero_grad() where you catch the exception, and begin the "
-                "window again."
+                "gradients hold a part of it. Call optimizer.zero_grad() where you catch the exception, and "
+                "reset_iter_state() of the model, where torch has it; and begin the window again."
             )
 
     # -- what the optimizer asks for in step() ------------------------------------------------------------------------
@@ -186,6 +191,7 @@ class FSDPObserver(GradientObserver):
                 f"{self._optimizer}: another optimizer has been attached to this model since, and sees its chunks. Use "
                 "one optimizer with several param groups, or attach this one again before the next backward pass"
             )
+        self._is_open = self._is_open or bool(self._came)  # it broke off where one inside it had just ended
         self._refuse_broken_pass()
         if not self._parts:
             for exchange in self._exchanges:

@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+from torch.utils.checkpoint import checkpoint
 
 import ds_vrgd
 from ds_vrgd.moments import local
@@ -145,6 +146,21 @@ def some_set_to_none() -> float:
     return error_of(model, reference)
 
 
+def loaded_within_a_window() -> float:
+    """A state is loaded between two backward passes, and between the last one and the step."""
+    model, optimizer = build(CASE)
+    plain, reference = make_model().to(DEVICE), reference_of(CASE, model)
+    for step in range(2):
+        plain.load_state_dict(full(model), strict=False)
+        reference.step(chunks_of(CASE, plain, step))
+        for batch in batches(step, 2 * WORLD)[dist.get_rank() :: WORLD]:
+            (model(batch.to(DEVICE)) / 2).backward()
+            optimizer.load_state_dict(optimizer.state_dict())
+        optimizer.step()
+        optimizer.zero_grad()
+    return error_of(model, reference)
+
+
 def frozen_with_zeros() -> float:
     """A parameter that is frozen while its ``.grad`` is zeros: it takes part with a gradient of zero."""
     model, optimizer = build(CASE)
@@ -175,7 +191,11 @@ class Towers(nn.Module):
         self.first, self.second = nn.Linear(4, 3), nn.Linear(4, 3)
 
     def forward(self, x: Tensor, used: tuple[str, ...]) -> Tensor:
-        return torch.stack([self.get_submodule(name)(x).square().mean() for name in used]).sum()
+        def run(name: str) -> Tensor:
+            tower = self.get_submodule(name)
+            return checkpoint(tower, x, use_reentrant=True) if x.requires_grad else tower(x)
+
+        return torch.stack([run(name).square().mean() for name in used]).sum()
 
 
 def frozen_unused(optimizer_of: Any) -> tuple[bool, bool]:
@@ -225,6 +245,19 @@ def in_turns(*, reports_unused: bool) -> tuple[int, int]:
         found.append(ds_vrgd.gsnr_stats(optimizer).k)
         optimizer.zero_grad()
     return found[0], found[1]
+
+
+def side_by_side() -> int:
+    """Return the k of a window of units whose reentrant checkpoints run one after the other in a backward pass."""
+    model = Towers().to(DEVICE)
+    for unit in (model.first, model.second, model):
+        fully_shard(unit)
+    optimizer = VRSGD(model.parameters(), lr=0.1)
+    ds_vrgd.attach(model, optimizer)
+    for _ in range(3):
+        model(torch.randn(5, 4, device=DEVICE, requires_grad=True), ("first", "second")).backward()
+    optimizer.step()
+    return ds_vrgd.gsnr_stats(optimizer).k
 
 
 def noise_in(dtype: torch.dtype) -> list[float]:
@@ -496,6 +529,9 @@ def everything(rank: int) -> dict[str, Any]:
         "clipped": {name: clipped(case) for name, case in CLIPPED.items()},
         "zeroed by hand": zeroed_by_hand(),
         "some": some_set_to_none(),
+        "loaded": loaded_within_a_window(),
+        "reentrant": follow(replace(CASE, checkpointing="reentrant")),
+        "side by side": side_by_side(),
         "frozen with zeros": frozen_with_zeros(),
         "frozen within a window": frozen_within_a_window(),
         "frozen unused": [frozen_unused(optimizer_of) for optimizer_of in (LAMB, VRLAMB)],
@@ -512,7 +548,7 @@ def everything(rank: int) -> dict[str, Any]:
     }
 
 
-def discarded_alone(rank: int) -> int:
+def discarded_alone() -> int:
     """Return the k of a window on a single rank, where FSDP2 calls no communication, after one that was thrown away."""
     model = torch.nn.Linear(4, 3).to(DEVICE)
     fully_shard(model)
@@ -526,8 +562,31 @@ def discarded_alone(rank: int) -> int:
     return ds_vrgd.gsnr_stats(optimizer).k
 
 
-def test_what_was_thrown_away_on_a_single_rank_takes_no_other_chunk_along() -> None:
-    assert run_on_ranks(1, discarded_alone) == [3]
+def hooked_alone() -> float:
+    """Return the error on a single rank where a hook changes ``.grad``, which is the buffer that FSDP2 has reduced."""
+    case = replace(CASE, ranks=1)
+    model, optimizer = build(case)
+    plain, reference = make_model().to(DEVICE), reference_of(case, model)
+    for param in model.parameters():
+        if param.requires_grad:
+            param.register_post_accumulate_grad_hook(lambda param: local(param.grad).clamp_(-1e-3, 1e-3))
+    plain.load_state_dict(full(model), strict=False)
+    chunks = chunks_of(case, plain, 0)
+    window(case, model, 0)
+    held: dict[str, Any] = {name: param.grad for name, param in model.named_parameters() if param.grad is not None}
+    reference.step(chunks, mean={name: grad.full_tensor() for name, grad in held.items()})
+    optimizer.step()
+    return error_of(model, reference)
+
+
+def alone(rank: int) -> tuple[int, float]:
+    return discarded_alone(), hooked_alone()
+
+
+def test_chunks_on_a_single_rank_are_neither_what_was_thrown_away_nor_what_hooks_have_left() -> None:
+    ((k, error),) = run_on_ranks(1, alone)
+    assert k == 3
+    assert error <= 8e-7
 
 
 @pytest.fixture(scope="module")
@@ -554,6 +613,16 @@ def test_clipping_is_torchs(found: list[dict[str, Any]], name: str) -> None:
 
 def test_a_layer_that_was_thrown_away_counts_as_zero(found: list[dict[str, Any]]) -> None:
     assert all(of_rank["some"] <= 8e-7 for of_rank in found)
+
+
+def test_a_state_that_is_loaded_within_a_window_leaves_its_chunks(found: list[dict[str, Any]]) -> None:
+    assert all(of_rank["loaded"] <= 8e-7 for of_rank in found)
+
+
+def test_a_pass_inside_another_ends_no_micro_batch(found: list[dict[str, Any]]) -> None:
+    for of_rank in found:
+        assert of_rank["reentrant"] <= 8e-7
+        assert of_rank["side by side"] == 3 * WORLD
 
 
 def test_a_frozen_parameter_whose_gradient_is_zeros_decays_like_one(found: list[dict[str, Any]]) -> None:
