@@ -612,6 +612,7 @@ class RankRecorder:
         if self._window < 0:
             self._begin(comparison)
         self._window, self._steps = observer.window, self._steps + 1
+        self._pending.clear()  # of a step that raised an error
         if not k:
             return
         parts = k // comparison.at_once

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +13,8 @@ import torch
 from torch import Tensor
 
 from ds_vrgd import LAMB, VRLAMB, RankEvent, RankReport, RankWatch, rank_report
-from ds_vrgd.optim.ranks import FALSE_ALARMS, HORIZON, QUIET, WARMUP, _Series
+from ds_vrgd.moments import Comparison, Ranks
+from ds_vrgd.optim.ranks import FALSE_ALARMS, HORIZON, QUIET, WARMUP, RankRecorder, _Series
 
 SHAPES = {"embedding": (400,), "weight": (30, 20), "bias": (20,)}
 Gradients = list[dict[str, Tensor]]
@@ -236,6 +238,27 @@ def test_a_report_has_the_ranks_side_by_side() -> None:
     assert report.distances[0].tolist() == pytest.approx(right)
     assert report.cosines[0, 0].item() == pytest.approx(0.0, abs=1e-6)  # the mean of the others is 0
     assert report.cosines[0, 1].item() == pytest.approx((0.0 * 3 - 4.0 * 4) / 20.0)
+
+
+def test_a_window_whose_step_raised_an_error_is_in_no_report() -> None:
+    # with nonfinite="error" the step ends before it is judged
+    windows = list(made(2))
+    comparison = Comparison(list(SHAPES), range(RANKS), None, RANKS)
+    recorder = RankRecorder("VRLAMB", "log")
+    for window, gradients in enumerate(windows):
+        for row, name in enumerate(SHAPES):
+            rows = torch.stack([of_rank[name].flatten() for of_rank in gradients])
+            comparison.add(rows, name, lambda row=row, rows=rows: [(0, rows.shape[1], row, 0)])  # type: ignore[misc]
+        observer: Any = SimpleNamespace(
+            comparison=comparison, window=window, finish=lambda: RANKS, unit=lambda k: 1.0, ranks=Ranks()
+        )
+        recorder.take(observer)
+        comparison.clear()
+    recorder.judge()
+    assert recorder.report is not None
+    assert recorder.report.nodes is None
+    assert recorder.report.step == 1
+    torch.testing.assert_close(recorder.report.norms, RankReport.of_gradients(windows[1]).norms)
 
 
 @pytest.mark.parametrize("optimizer", [VRLAMB, LAMB])
