@@ -100,7 +100,10 @@ class GradientObserver(Observer):
             return torch.zeros(())
         found = self._by_ranks(tensors)
         norm, grads = self._norm(found), [grad for alike in found.values() for grad in alike]
-        torch._foreach_mul_(grads, (max_norm / (norm + 1e-6)).clamp(max=1.0).to(grads[0].device, grads[0].dtype))
+        factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+        for dtype in {grad.dtype for grad in grads}:
+            alike = [grad for grad in grads if grad.dtype == dtype]
+            torch._foreach_mul_(alike, factor.to(alike[0].device, dtype))
         return norm
 
     def _by_ranks(self, tensors: Sequence[Tensor]) -> dict[tuple[Any, ...], list[Tensor]]:

@@ -89,6 +89,16 @@ def test_clipping_is_torchs(max_norm: float) -> None:
     assert optimizer.clip_grad_norm_(max_norm) == 0.0
 
 
+def test_clipping_rounds_no_gradient_to_the_dtype_of_another() -> None:
+    params = [nn.Parameter(torch.zeros(5, dtype=dtype)) for dtype in (torch.bfloat16, torch.float32, torch.float64)]
+    for param in params:
+        param.grad = torch.full_like(param, 3.0)
+    norm = OPTIMIZERS["VRSGD"](params).clip_grad_norm_(0.37)
+    assert float(norm) == pytest.approx(3.0 * 15**0.5)
+    for param in params[1:]:
+        torch.testing.assert_close(param.grad, torch.full_like(param, 0.37 / 15**0.5), rtol=1e-6, atol=0)
+
+
 def test_an_engine_that_clips_by_itself_is_named() -> None:
     optimizer = OPTIMIZERS["VRLAMB"]([nn.Parameter(torch.ones(2))])
     optimizer.observe(OneShard(1, False))  # no .grad is left under ZeRO
