@@ -7,11 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from ds_vrgd.doctor.weights import whole_weights
+from ds_vrgd.engines.deepspeed import to_universal
 from ds_vrgd.optim import OPTIMIZERS
 from tests.engines.deepspeed.cases import ENGINES, identify
 from tests.support.ranks import run_on_ranks
-from tests.support.resuming import differences, everything, moving_config, train
+from tests.support.resuming import differences, everything, moving_config, train, whole_state
 from tests.support.trajectory import Case, build
 
 WORLD, SAVED_AT, STEPS = 2, 2, 4
@@ -103,3 +106,39 @@ def test_resume_is_bitwise(found: dict[str, list[str]], name: str) -> None:
 @pytest.mark.slow
 def test_resume_is_bitwise_for_every_optimizer_in_every_engine(tmp_path: Path) -> None:
     assert {name: where for name, where in differing(all_others(), tmp_path).items() if where} == {}
+
+
+def load_weights_alone(rank: int, folder: Path) -> list[str]:
+    """Return which loads of the earlier of two checkpoints, without its state, did not bring its weights to stay."""
+    wrong = []
+    for stage, dtype, accum_dtype in ENGINES:
+        case = Case("VRAdamW", stage, dtype, 2, accum_dtype)
+        name, engine = identify(case), build(case, WORLD, moving_config(case, WORLD))
+        for step in range(2):
+            train(engine, case, rank, WORLD, range(step, step + 1))
+            engine.save_checkpoint(str(folder / name), tag=f"step{step}")
+            if step == 0:
+                with whole_weights(engine) as weights:
+                    saved = {weight: value.clone() for weight, value in weights.items()}
+        engine.destroy()
+        if stage and rank == 0:
+            to_universal(folder / name, folder / f"{name}-universal", "step0")
+        torch.distributed.barrier()
+        for of in (name, f"{name}-universal")[: 1 + (stage > 0)]:
+            for alone in ({"load_optimizer_states": False}, {"load_module_only": True}):
+                universal = {"checkpoint": {"load_universal": True}} if of != name else {}
+                engine = build(case, WORLD, moving_config(case, WORLD, **universal))
+                engine.load_checkpoint(str(folder / of), tag="step0", **alone)
+                masters = whole_state(engine)["fp32"]
+                with whole_weights(engine) as weights:
+                    loaded = {weight: value.clone() for weight, value in weights.items()}
+                    kept = {n: w.to(loaded[n].dtype).view_as(loaded[n]).equal(loaded[n]) for n, w in masters.items()}
+                if differences(saved, loaded) or not all(kept.values()):
+                    wrong.append(f"{of}, {alone}")
+                engine.destroy()
+    return wrong
+
+
+@pytest.mark.slow
+def test_weights_alone_are_those_of_the_checkpoint_and_stay(tmp_path: Path) -> None:
+    assert run_on_ranks(WORLD, load_weights_alone, tmp_path)[0] == []

@@ -65,6 +65,7 @@ def some() -> dict[str, Pair]:
         (Case("VRAdam", 3, "bf16", 1, zero={"stage3_param_persistence_threshold": 10_000}), {}),
         (Case("VRLAMB", 2, "bf16", 1), {"stage": 3}),
         (Case("VRLAMB", 3, "bf16", 1, arguments=HALF), {"stage": 1, "accum_dtype": "fp32"}),
+        (Case("VRAdamW", 3, "fp16", 1), {"stage": 2}),
     ]
     return named(pairs)
 

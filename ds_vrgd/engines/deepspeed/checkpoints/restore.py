@@ -8,14 +8,17 @@ up in turn, and the first param group's options for all.
 from __future__ import annotations
 
 import functools
+import inspect
 import pickle
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import deepspeed
 import torch
+from deepspeed.runtime import engine as engine_module
+from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.utils import logger
 from torch import Tensor, nn
@@ -52,7 +55,7 @@ def guard_loading(engine: Engine) -> None:
 
     DeepSpeed reads checkpoints with ``torch.load(weights_only=False)``. Each rank first reads a share of the files
     without their tensors, so that all ranks raise the same CheckpointError, before anything is loaded. DeepSpeed then
-    reads them under the same restriction.
+    reads them under the same restriction, and as :func:`_load` has it.
     """
     load = engine.load_checkpoint
     if hasattr(load, _GUARDED):
@@ -65,12 +68,36 @@ def guard_loading(engine: Engine) -> None:
                 read_plain(path)
         try:
             with run_nothing():
-                return load(load_dir, tag, *args, **kwargs)
+                return _load(engine, load, load_dir, tag, *args, **kwargs)
         except pickle.UnpicklingError as error:  # a file that not all ranks can see, or that has just been replaced
             raise CheckpointError(f"{load_dir}: {str(error).splitlines()[0]}") from error
 
     setattr(guarded, _GUARDED, True)
     engine.load_checkpoint = guarded
+
+
+def _load(engine: Engine, load: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call DeepSpeed's ``load_checkpoint``, and where the weights alone are asked for, have it load just these.
+
+    At stage 3 it collects them only with ``load_optimizer_states=False``, not with ``load_module_only``, and from the
+    checkpoint that ``latest`` names, whatever the tag; of a universal one :func:`load_universal` brings them. In bf16
+    without ZeRO it keeps the old masters, and the next step would bring back the old weights.
+    """
+    asked = inspect.signature(load).bind(*args, **kwargs)
+    asked.apply_defaults()
+    options, collect = asked.arguments, engine_module.get_fp32_state_dict_from_zero_checkpoint
+    if options["load_optimizer_states"] and not options["load_module_only"]:
+        return load(*args, **kwargs)
+    tag, universal = options["tag"], engine.load_universal_checkpoint()
+    options["load_optimizer_states"] = False
+    engine_module.get_fp32_state_dict_from_zero_checkpoint = lambda folder: {} if universal else collect(folder, tag)
+    try:
+        found = load(*asked.args, **asked.kwargs)
+    finally:
+        engine_module.get_fp32_state_dict_from_zero_checkpoint = collect
+    if found[0] is not None and isinstance(engine.optimizer, FP16_UnfusedOptimizer):
+        engine.optimizer.refresh_fp32_params()
+    return found
 
 
 def _files_to_read(engine: Engine, folder: Path, tag: str | None) -> list[Path]:
@@ -206,6 +233,7 @@ def _load_state(wrapper: Any, state: dict[int, Any], common: dict[str, Any], *, 
     finally:
         if is_stage_3:
             wrapper._clear_fp32_optimizer_param_groups()
+    common = {"ds_version": deepspeed.__version__} | common  # stage 3 saves none, and stages 1 and 2 want one
     was_dynamic = common.get("dynamic_loss_scale", False)
     if getattr(wrapper, "dynamic_loss_scale", False) == was_dynamic:
         (wrapper._load_global_state_stage3 if is_stage_3 else wrapper._load_global_state)(common)
