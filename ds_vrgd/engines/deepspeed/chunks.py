@@ -35,6 +35,7 @@ class Chunks:
 
     Attributes:
         is_open: whether a pass has brought gradients of a chunk that is not complete.
+        divided_by: by how much DeepSpeed has divided the loss of the last pass (``scale_wrt_gas``); 1 for not at all.
     """
 
     def __init__(
@@ -47,6 +48,7 @@ class Chunks:
         self._running: int | None = None  # the backward pass, by autograd's number
         self._pass_brought = False
         self._one_pass_for_all = False
+        self.divided_by: int = 1
         self.forget()
 
     def follow(self, patches: Patches) -> None:
@@ -84,10 +86,11 @@ class Chunks:
             self._in_forward = False
 
     @contextmanager
-    def _backward(self, loss: Any, retain_graph: bool = False, *args: Any, **kwargs: Any) -> Iterator[None]:
+    def _backward(self, loss: Any, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Iterator[None]:
         """Follow a call of ``engine.backward()``."""
         self.refuse_broken_pass()
         self._running, self._another_follows = ANNOUNCED, retain_graph
+        self.divided_by = self._engine.gradient_accumulation_steps() if scale_wrt_gas else 1
         yield
 
     @contextmanager
@@ -112,6 +115,8 @@ class Chunks:
         backward = torch._C._current_graph_task_id()
         if self._running not in (None, ANNOUNCED, backward):
             self.refuse_broken_pass()
+        if self._running is None:  # of loss.backward()
+            self.divided_by = self._engine.gradient_accumulation_steps()
         self._running = backward
 
     def refuse_broken_pass(self) -> None:

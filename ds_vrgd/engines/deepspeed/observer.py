@@ -326,8 +326,14 @@ class EngineObserver(Observer):
         return mean, None
 
     def unit(self, k: int) -> float:
-        """Undo DeepSpeed's factor: it multiplies the loss by its scale, and divides it by the micro-batches."""
-        return self._micro_batches / (1.0 if self._scale is None else self._scale.of_loss)
+        """Undo DeepSpeed's factor: it multiplies the loss by its scale, and divides it by the accumulation steps.
+
+        A window may have another number of micro-batches. Where DeepSpeed divides by nothing, the program is taken to
+        have divided by that number.
+        """
+        divided_by = 1 if self.chunks is None else self.chunks.divided_by
+        micro_batches = divided_by if divided_by > 1 else self._micro_batches
+        return micro_batches / (1.0 if self._scale is None else self._scale.of_loss)
 
     def grad_norm(self, tensors: Sequence[Tensor]) -> Tensor:
         """Return the 2-norm of the clipped mean gradient over the whole model."""

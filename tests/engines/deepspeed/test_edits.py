@@ -22,13 +22,15 @@ import ds_vrgd
 from ds_vrgd.doctor.chunks import chunk_gradients
 from ds_vrgd.doctor.reference import DenseOptimizer
 from ds_vrgd.doctor.weights import HandedMean, master_weights, whole_weights
+from ds_vrgd.noise import gradient_noise
 from ds_vrgd.optim import VRSGD
 from tests.support.model import TinyLM, batches, make_model, param_groups
 from tests.support.ranks import run_on_ranks
-from tests.support.trajectory import DTYPES, Case, reference_groups, relative_error
+from tests.support.trajectory import DTYPES, Case, noise_error, reference_groups, relative_error
 
 WORLD, ACCUMULATION, STEPS = 2, 2, 3
 BOUND = 8e-7
+NOISE_BOUND = 1e-6
 OFFLOAD = {"offload_optimizer": {"device": "cpu"}}
 OVERLAP = {"overlap_comm": True}
 
@@ -158,6 +160,7 @@ class Found:
     error: float
     k: list[int]
     message: str = ""
+    of_noise: float = 0.0
 
 
 # --- dropped
@@ -165,7 +168,7 @@ class Found:
 
 def drops(case: Case, rank: int, by: str) -> Found:
     """A bad micro-batch before the first good one, and after it, with all that came before."""
-    bench = Bench(case, rank)
+    bench, of_noise = Bench(case, rank), 0.0
     engine = bench.engine
 
     def drop() -> None:
@@ -191,7 +194,9 @@ def drops(case: Case, rank: int, by: str) -> Found:
             chunks = chunks[WORLD:]
             mean = {name: grad / ACCUMULATION for name, grad in mean_of(chunks).items()}
         bench.step(chunks, mean)
-    return Found(bench.error(), bench.k)
+        noise = gradient_noise(engine)
+        of_noise = max(of_noise, noise_error(noise, chunks, engine.train_micro_batch_size_per_gpu()))
+    return Found(bench.error(), bench.k, of_noise=of_noise)
 
 
 # --- edited
@@ -603,6 +608,7 @@ def check(run: Run, outcome: Found | str) -> None:
         assert "retain_graph=True" in outcome.message
         return
     assert outcome.error <= BOUND
+    assert outcome.of_noise <= NOISE_BOUND
     chunks = WORLD * ACCUMULATION
     without_gsnr = name in STALE and "clipped" not in name and "summed" not in name
     expected = {"drops": [chunks, WORLD, chunks], "rebuilt": [chunks], "joint_loss": [WORLD] * STEPS}.get(
