@@ -120,6 +120,7 @@ class EngineObserver(Observer):
     def begin_pass(self) -> None:
         """Begin a backward pass of the engine; called once or more often in a pass."""
         assert self.chunks is not None
+        assert self._moments is not None
         self.chunks.begin_pass()
         if self._fused is not None:
             self._fused.edits.come_last()
@@ -131,12 +132,15 @@ class EngineObserver(Observer):
         self._discards.look()
         discarded = self._discards.found()
         is_all = bool(discarded) and self._discards.are_all(discarded)
-        if self._holdings.copies:
-            assert self._moments is not None
-            for param in self._hooked if is_all else discarded:  # also what was zero by itself
+        if not self._holdings.copies:
+            if is_all:
+                self.drop()
+        elif is_all:  # what was zero by itself goes, too; what is not observed may stay
+            self._micro_batches = 0
+            self._moments.reset()
+        else:
+            for param in discarded:
                 self._moments.drop(param)
-        elif is_all:
-            self.drop()
         self._discards.clear()
 
     def on_gradient(self, param: Tensor, grad: Tensor) -> None:
