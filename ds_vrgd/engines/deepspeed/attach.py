@@ -91,7 +91,7 @@ class Attachment:
         self._optimizer = optimizer
         self._observer = observer
         self._error: FloatingPointError | None = None
-        self._params = list(engine.param_names)
+        self._params = [param for param in engine.param_names if param.requires_grad]  # engines may share frozen ones
         engine._ds_vrgd_attachment = self
         self._patches.follow(engine, "destroy", before=self.detach)
         for other in {other() for param in self._params if (other := _ATTACHED.get(param)) is not None} - {None}:

@@ -291,10 +291,19 @@ class EngineObserver(Observer):
         return self._norms is not None and bool(getattr(self._wrapper, "overflow", False))
 
     def moments(self, tensor: Tensor) -> Moments:
-        """Return the moments of one of the optimizer's tensors, flat."""
+        """Return the moments of one of the optimizer's tensors, flat.
+
+        Raises:
+            RuntimeError: it is a whole parameter that was frozen when the engine was built.
+        """
         if self._fused is not None:
             moments: Moments = self._fused.edits.unedited(tensor)
             return moments
+        if self.partition is None and tensor not in self._holdings.copies:
+            raise RuntimeError(
+                f"'{self.layout(tensor).layers[0].name}' was frozen when the engine was built, so that its chunks have "
+                "not been observed. Build the engine while it is not frozen (it may be frozen afterwards), or a new one"
+            )
         assert self._moments is not None
         return self._moments.moments(self._holdings.copies.get(tensor, tensor))
 

@@ -664,3 +664,42 @@ def drops_zeros(rank: int) -> int:
 @pytest.mark.slow
 def test_a_gradient_that_is_zero_by_itself_is_dropped_with_the_others() -> None:
     assert run_on_ranks(1, drops_zeros) == [2]
+
+
+class Adapted(nn.Module):
+    """An adapter on a trunk that other models may share."""
+
+    def __init__(self, trunk: nn.Linear) -> None:
+        super().__init__()
+        self.trunk, self.adapter = trunk, nn.Linear(4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.adapter(self.trunk(x)).square().mean()
+
+
+def shares_a_frozen_trunk(rank: int) -> tuple[list[int], str]:
+    """Train two adapters in turns, and unfreeze the trunk; return each step's k, and the error."""
+    trunk, config = nn.Linear(4, 4).requires_grad_(False), {"train_micro_batch_size_per_gpu": 2}
+    engines = []
+    for _ in range(2):
+        model = Adapted(trunk)
+        optimizer = VRSGD(model.parameters(), lr=0.1)
+        engines += deepspeed.initialize(model=model, optimizer=optimizer, config=config)[:1]
+    k = []
+    for step in range(4):
+        engine = engines[step % 2]
+        engine.backward(engine(torch.randn(2, 4, device=engine.device)))
+        engine.step()
+        k.append(ds_vrgd.gsnr_stats(engine).k)
+    trunk.requires_grad_(True)
+    engine.backward(engine(torch.randn(2, 4, device=engine.device)))
+    with pytest.raises(RuntimeError) as caught:
+        engine.step()
+    return k, str(caught.value)
+
+
+@pytest.mark.slow
+def test_engines_may_share_frozen_weights_which_stay_frozen() -> None:
+    for k, message in run_on_ranks(2, shares_a_frozen_trunk):
+        assert k == [2] * 4
+        assert "'trunk.weight' was frozen when the engine was built" in message
