@@ -86,7 +86,7 @@ def _load(engine: Engine, load: Callable[..., Any], *args: Any, **kwargs: Any) -
     asked = inspect.signature(load).bind(*args, **kwargs)
     asked.apply_defaults()
     options, collect = asked.arguments, engine_module.get_fp32_state_dict_from_zero_checkpoint
-    if options["load_optimizer_states"] and not options["load_module_only"]:
+    if options.get("load_optimizer_states", True) and not options.get("load_module_only", False):
         return load(*args, **kwargs)
     tag, universal = options["tag"], engine.load_universal_checkpoint()
     options["load_optimizer_states"] = False
