@@ -56,6 +56,8 @@ METHODS = {
     "super_offload": "", "bf16_master_weights_and_gradients": "",
     "fp16_master_weights_and_gradients": "", "zero_elastic_checkpoint": "", "load_universal_checkpoint": "",
     "get_data_types": "", "managed_gradient_accumulation": "",
+    "load_checkpoint": "load_dir tag load_module_strict load_optimizer_states load_lr_scheduler_states load_module_only "
+    "custom_load_fn",
     "compile": "backend compile_kwargs schedule compiled_autograd_enabled",
 }  # fmt: skip
 
@@ -74,7 +76,7 @@ _SHARED_ZERO = (
 )  # fmt: skip
 #: Attributes of DeepSpeed's wrapper around the optimizer, by the name of its class.
 WRAPPERS = {
-    "FP16_UnfusedOptimizer": (*_SHARED, "fp16_groups", "fp32_groups"),
+    "FP16_UnfusedOptimizer": (*_SHARED, "fp16_groups", "fp32_groups", "refresh_fp32_params"),
     "BF16_Optimizer": (
         "optimizer", "bf16_groups", "fp32_groups_flat_partition", "real_dp_process_group", "clip_grad", "overflow",
     ),

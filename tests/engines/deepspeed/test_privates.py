@@ -15,6 +15,7 @@ import pytest
 import torch
 from deepspeed.moe.experts import Experts
 from deepspeed.moe.utils import is_moe_param
+from deepspeed.runtime import engine as engine_module
 from deepspeed.runtime.constants import PIPE_REPLICATED
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.utils import is_model_parallel_parameter
@@ -80,6 +81,15 @@ def test_expert_groups_can_be_asked_for(name: str) -> None:
     assert function is not None, f"deepspeed.utils.groups.{name} is gone; ds_vrgd/engines/deepspeed/experts.py needs it"
     parameters = list(inspect.signature(function).parameters)
     assert parameters == GROUPS[name], f"groups.{name} takes {parameters} now; see ds_vrgd/engines/deepspeed/experts.py"
+
+
+def test_weights_of_stage_3_are_collected_as_ever() -> None:
+    function = getattr(engine_module, "get_fp32_state_dict_from_zero_checkpoint", None)
+    assert function is not None, (
+        f"load_checkpoint collects the weights in another way now; see {path('checkpoints/restore')}"
+    )
+    parameters = list(inspect.signature(function).parameters)
+    assert parameters[:2] == ["checkpoint_dir", "tag"], f"it takes {parameters} now; see {path('checkpoints/restore')}"
 
 
 def test_experts_are_marked_and_named_as_ever() -> None:
