@@ -15,6 +15,8 @@ from ds_vrgd.moments import Comparison, LayerTable, Moments, Ranks, ShardLayout,
 AVERAGE = "exp_avg_gsnr"
 #: The key of the number of ratios in that mean; absent while every step has brought one, and ``step`` counts them.
 RATIOS = "gsnr_step"
+#: That number in the state of an optimizer that has not stepped, into which ``torch.distributed.checkpoint`` loads.
+NOT_LOADED = -1
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from torch.optim.optimizer import ParamsT
 from ds_vrgd import gsnr
 from ds_vrgd.moments import LayerTable, is_dtensor, local
 from ds_vrgd.optim import checks, options, world
-from ds_vrgd.optim.observer import AVERAGE, RATIOS, LayerStatistics, Observer, Shard
+from ds_vrgd.optim.observer import AVERAGE, NOT_LOADED, RATIOS, LayerStatistics, Observer, Shard
 from ds_vrgd.optim.passes import KernelPasses, Rule, TorchPasses, passes_over
 from ds_vrgd.optim.plain import PlainObserver
 from ds_vrgd.optim.ranks import RankEvent, RankRecorder
@@ -211,7 +211,7 @@ class VROptimizer(Rule, torch.optim.Optimizer):
         params = [param for group in self.param_groups for param in group["params"]]
         for index, state in saved["state"].items():
             if AVERAGE in state and is_dtensor(params[index]):
-                saved["state"][index] = {RATIOS: int(state["step"])} | state
+                saved["state"][index] = {RATIOS: int(state["step"]) or NOT_LOADED} | state
         return saved
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ds_vrgd.moments import is_dtensor, local
-from ds_vrgd.optim.observer import AVERAGE, RATIOS, Shard
+from ds_vrgd.moments import local
+from ds_vrgd.optim.observer import AVERAGE, NOT_LOADED, RATIOS, Shard
 from ds_vrgd.optim.passes import Rule
 
 StateDict = dict[str, Any]
@@ -102,9 +102,7 @@ def _fit_state(rule: Rule, group: StateDict, tensor: Tensor, had: StateDict, *, 
     """Return the state of one tensor with every entry that the optimizer needs, and no other."""
     name, averages = type(rule).__name__, rule.averages_ratio and group["gamma"] < 1.0
     average = local(had[AVERAGE]) if averages and float(had.get("step", 0.0)) > 0.0 and AVERAGE in had else None
-    # Of DTensors an optimizer without steps, into which torch.distributed.checkpoint loads, saves a count of 0, too.
-    none_yet = had.get(RATIOS) == 0 and not is_dtensor(tensor)
-    if average is not None and average.numel() and not none_yet and not bool(average.any()):
+    if average is not None and average.numel() and had.get(RATIOS) != 0 and not bool(average.any()):
         # A mean of ratios that are at least gamma is not 0: torch.distributed.checkpoint has made it, and loaded none.
         had, averaged_before = {key: had[key] for key in had if key not in (AVERAGE, RATIOS)}, False
     fit = {key: value for key, value in had.items() if key not in (AVERAGE, RATIOS) or averages}
@@ -137,7 +135,7 @@ def _fit_state(rule: Rule, group: StateDict, tensor: Tensor, had: StateDict, *, 
         fit["step"] = torch.tensor(float(fit["step"]))
     if RATIOS in fit:  # torch would cast a tensor to the weights' dtype
         fit[RATIOS] = int(fit[RATIOS])
-        if fit[RATIOS] == int(fit["step"]):  # every step has brought a ratio
+        if fit[RATIOS] in (NOT_LOADED, int(fit["step"])):  # every step has brought a ratio
             del fit[RATIOS]
     return fit
 

@@ -121,11 +121,11 @@ def from_base(rank: int, folder: Path) -> dict[str, Any]:
             "k": optimizer.layer_statistics[0].k}  # fmt: skip
 
 
-def with_a_short_window(rank: int, folder: Path) -> list[str]:
+def with_a_short_window(rank: int, folder: Path, before: int) -> list[str]:
     """Save after a window of one chunk; return what differs between the run that went on and the loaded one."""
     case = Case("VRLAMB", "fp32", 1, 4)
     model, optimizer = build(case)
-    train(case, model, optimizer, range(2))
+    train(case, model, optimizer, range(before))
     train(replace(case, accumulation=1), model, optimizer, range(2, 3))
     save(folder, model, optimizer)
     train(case, model, optimizer, range(3, 5))
@@ -181,5 +181,6 @@ def test_adamw_is_continued(tmp_path: Path) -> None:
         assert of_rank == {"same": True, "counted": {2.0}, "told": int(rank == 0), "layers": 9, "least": True, "k": 4}
 
 
-def test_the_number_of_ratios_is_saved(tmp_path: Path) -> None:
-    assert run_on_ranks(1, with_a_short_window, tmp_path) == [[]]
+@pytest.mark.parametrize("before", [0, 2])
+def test_the_number_of_ratios_is_saved(tmp_path: Path, before: int) -> None:
+    assert run_on_ranks(1, with_a_short_window, tmp_path, before) == [[]]
