@@ -110,14 +110,18 @@ class Chunks:
         finally:
             engine._is_gradient_accumulation_boundary = boundary
 
-    def begin_pass(self) -> None:
-        """Begin a backward pass of the engine, at its first hook or a later one; :meth:`refuse_broken_pass` before."""
-        backward = torch._C._current_graph_task_id()
-        if self._running not in (None, ANNOUNCED, backward):
+    def begin_pass(self) -> bool:
+        """Begin a backward pass of the engine; return whether this is its first hook, and not a later one.
+
+        :meth:`refuse_broken_pass` comes before.
+        """
+        backward, begins = torch._C._current_graph_task_id(), self._running in (None, ANNOUNCED)
+        if not begins and self._running != backward:
             self.refuse_broken_pass()
         if self._running is None:  # of loss.backward()
             self.divided_by = self._engine.gradient_accumulation_steps()
         self._running = backward
+        return begins
 
     def refuse_broken_pass(self) -> None:
         """Raise a RuntimeError if the window holds a part of a backward pass: training cannot continue with it."""

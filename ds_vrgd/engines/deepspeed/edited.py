@@ -116,18 +116,25 @@ class FusedEdits:
         self._hooks: dict[Tensor, GradientHook] = {}
         self._arrived: dict[Tensor, Tensor] = {}
         self._changes: dict[Tensor, Tensor] = {}
-        self._others_hook = False
+        self._others_change = False
         self._verdicts: list[Callable[[], bool]] = []
         if measures:
-            exchange.before_first_bucket = self._ask_whether_any_rank_has_hooks
+            exchange.before_first_bucket = self._ask_whether_any_rank_has_changes
         self._measured: dict[tuple[Tensor, int, int], Tensor] = {}
 
     # -- hooks on accumulated gradients -------------------------------------------------------------------------------
 
-    def come_last(self) -> None:
-        """Let other hooks on accumulated gradients run first, and see the gradients that they are about to change."""
-        others = let_others_run_first([route.param for route in self._exchange.routes], self._own_hooks)
-        self._others_hook = bool(others)
+    def come_last(self, *, begins: bool) -> None:
+        """Let other hooks on accumulated gradients run first, and see the gradients that they are about to change.
+
+        Where a backward pass ``begins``, see also the gradients that it adds to what a program has left in ``.grad``.
+        """
+        params = [route.param for route in self._exchange.routes]
+        others = let_others_run_first(params, self._own_hooks)
+        if begins:
+            self._arrived.clear()  # of another engine's pass
+            others += [param for param in params if param.grad is not None]
+        self._others_change |= bool(others)
         for param in others if self._measures else ():
             if param not in self._hooks:
                 self._hooks[param] = GradientHook(param, self._see)
@@ -146,10 +153,10 @@ class FusedEdits:
         self._changes[param] = self._changes[param] + change if param in self._changes else change
         return arrived
 
-    def _ask_whether_any_rank_has_hooks(self) -> None:
+    def _ask_whether_any_rank_has_changes(self) -> None:
         """Begin a collective; the host waits for its answer only when it calls what is put into ``_verdicts``."""
         group, device = self._exchange.group, self._exchange.routes[0].param.device
-        flag = torch.full((1,), int(self._others_hook), dtype=torch.int32, device=device)
+        flag = torch.full((1,), int(self._others_change), dtype=torch.int32, device=device)
         work: Any = torch.distributed.all_reduce(flag, op=torch.distributed.ReduceOp.MAX, group=group, async_op=True)
         wait = work.wait
         if flag.is_cuda:
@@ -168,7 +175,7 @@ class FusedEdits:
     def add_to_sums(self) -> None:
         """Add the ranks' mean change to the sums of the chunks.
 
-        Where any rank has hooks on accumulated gradients this is a collective, with one more for each changed layer.
+        Where others may have changed any rank's gradients this is a collective, with one more for each changed layer.
         """
         verdicts, self._verdicts = [is_yes() for is_yes in self._verdicts], []
         if not any(verdicts):
@@ -227,6 +234,7 @@ class FusedEdits:
 
     def clear(self) -> None:
         """Begin the next window."""
+        self._others_change = False
         self._arrived.clear()
         self._changes.clear()
         self._measured.clear()

@@ -121,9 +121,9 @@ class EngineObserver(Observer):
         """Begin a backward pass of the engine; called once or more often in a pass."""
         assert self.chunks is not None
         assert self._moments is not None
-        self.chunks.begin_pass()
+        begins = self.chunks.begin_pass()
         if self._fused is not None:
-            self._fused.edits.come_last()
+            self._fused.edits.come_last(begins=begins)
         else:
             let_others_run_first(self._hooked, self._own_hooks)
         if self._discards is None:

@@ -276,6 +276,23 @@ def masks_afterwards(case: Case, rank: int, when: str) -> Found:
     return Found(bench.error(), bench.k)
 
 
+def adds_before(case: Case, rank: int, when: str) -> Found:
+    """Something in ``.grad`` before a backward pass, on one rank: an edit, too."""
+    bench = Bench(case, rank)
+    name = NAMES[0]
+    for step in range(STEPS):
+        tokens = bench.tokens(step)
+        chunks = bench.chunks(tokens)
+        mean = mean_of(chunks)
+        if step:
+            ones = torch.ones_like(bench.params()[name])
+            bench.params()[name].grad = ones if rank == WORLD - 1 else None
+            mean[name] = mean[name] + 1.0 / WORLD
+        bench.window(tokens)
+        bench.step(chunks, mean)
+    return Found(bench.error(), bench.k)
+
+
 # --- stale
 
 USES = {
@@ -551,7 +568,7 @@ def unobserved(case: Case, rank: int, how: str) -> Found:
 SCRIPTS: dict[str, Callable[[Case, int, str], Found]] = {
     function.__name__: function
     for function in (
-        drops, sets, masks, masks_afterwards, branches, all_at_once, two_losses, joint_loss, unannounced,
+        drops, sets, masks, masks_afterwards, adds_before, branches, all_at_once, two_losses, joint_loss, unannounced,
         discriminators, rebuilt, unobserved,
     )
 }  # fmt: skip
@@ -566,6 +583,8 @@ RUNS: list[Run] = [
     *(("drops", name, "engine") for name in CASES),
     *(("sets", name, "at once") for name in CASES if name != "BF16_Optimizer"),  # DeepSpeed's setter writes elsewhere
     *(("masks_afterwards", name, "on the last rank") for name in CASES),
+    # In bf16 the sum in .grad is rounded, and at stage 3 .grad has no room for it.
+    *(("adds_before", name, "") for name, case in CASES.items() if case.dtype == "fp32" and case.stage < 3),
     *(("branches", name, "in turns") for name in CASES | STALE),
     *(("all_at_once", name, "") for name in CASES if name != "BF16_Optimizer"),
     *(("two_losses", name, "two forwards") for name in CASES),
