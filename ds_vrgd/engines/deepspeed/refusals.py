@@ -270,9 +270,12 @@ def _of_sequence_parallelism(engine: Engine) -> Iterator[str]:
         )
 
 
-def _of_experts(engine: Engine) -> Iterator[str]:
+def _of_experts(engine: Engine, optimizer: VROptimizer) -> Iterator[str]:
     if not engine.has_moe_layers:
         return
+    reducing = [group["params"] for group in optimizer.param_groups if group["gamma"] < 1.0]
+    if reducing and all(is_moe_param(param) for params in reducing for param in params):
+        yield "gamma=1.0 for all but experts: the other layers' chunks are those that are counted. Use 0.999 for one"
     if (stage := engine.zero_optimization_stage()) not in (1, 2):
         yield f"MoE layers at zero_optimization.stage={stage}: not verified. Use stage 1 or 2"
     if engine.sequence_parallel_size > 1 or engine.mpu is not None:
@@ -300,7 +303,8 @@ def refuse_inexact(engine: Engine, optimizer: VROptimizer) -> None:
     """
     reasons = itertools.chain(
         _of_optimizer(engine, optimizer), _of_precision(engine), _of_model(engine), _of_offload(engine),
-        _of_pipeline(engine), _of_tensor_parallelism(engine), _of_sequence_parallelism(engine), _of_experts(engine),
+        _of_pipeline(engine), _of_tensor_parallelism(engine), _of_sequence_parallelism(engine),
+        _of_experts(engine, optimizer),
     )  # fmt: skip
     if listed := "".join(f"\n  - {reason}." for reason in reasons):
         raise ValueError(f"{type(optimizer).__name__} cannot be exact under this configuration:{listed}")

@@ -102,6 +102,22 @@ def test_what_was_never_verified_is_refused(change: dict[str, Any], message: str
         "_config": offloading(None),
         "module": named(EXPERT_WEIGHT),
     }
-    reasons = list(_of_experts(SimpleNamespace(**settings | change)))
+    reasons = list(_of_experts(SimpleNamespace(**settings | change), SimpleNamespace(param_groups=[])))
     assert len(reasons) == (message is not None), reasons
     assert message is None or re.search(message, reasons[0])
+
+
+def test_gsnr_of_experts_alone_is_refused() -> None:
+    shared, expert = torch.nn.Parameter(torch.ones(1)), torch.nn.Parameter(torch.ones(1))
+    expert.allreduce = False  # type: ignore[attr-defined]
+    engine = SimpleNamespace(
+        has_moe_layers=True, zero_optimization_stage=lambda: 2, sequence_parallel_size=1, mpu=None,
+        fp16_enabled=lambda: False, get_data_types=lambda: (torch.float32, torch.float32), _config=offloading(None),
+        module=named(EXPERT_WEIGHT),
+    )  # fmt: skip
+    told = []
+    for of_shared, of_expert in ((0.1, 0.1), (0.1, 1.0), (1.0, 1.0), (1.0, 0.1)):
+        groups = [{"params": [shared], "gamma": of_shared}, {"params": [expert], "gamma": of_expert}]
+        told.append(list(_of_experts(engine, SimpleNamespace(param_groups=groups))))
+    assert told[:3] == [[], [], []]
+    assert "gamma=1.0 for all but experts" in told[3][0]
