@@ -56,8 +56,9 @@ METHODS = {
     "super_offload": "", "bf16_master_weights_and_gradients": "",
     "fp16_master_weights_and_gradients": "", "zero_elastic_checkpoint": "", "load_universal_checkpoint": "",
     "get_data_types": "", "managed_gradient_accumulation": "",
-    "load_checkpoint": "load_dir tag load_module_strict load_optimizer_states load_lr_scheduler_states load_module_only "
-    "custom_load_fn",
+    "load_checkpoint":
+        "load_dir tag load_module_strict load_optimizer_states load_lr_scheduler_states load_module_only "
+        "custom_load_fn",
     "compile": "backend compile_kwargs schedule compiled_autograd_enabled",
 }  # fmt: skip
 
