@@ -7,7 +7,17 @@ from ds_vrgd.moments.compose import CombinedMoments, CopiedMoments
 from ds_vrgd.moments.exchange import Exchange, WindowMoments
 from ds_vrgd.moments.groups import NodeGroups, SequenceGroups, gathered
 from ds_vrgd.moments.hooks import Discards, GradientHook, value_of, weakly, zeros_among
-from ds_vrgd.moments.layout import SUM_DTYPE, Layer, LayerTable, Ranks, Segment, ShardLayout, is_dtensor, local
+from ds_vrgd.moments.layout import (
+    SUM_DTYPE,
+    Layer,
+    LayerTable,
+    Ranks,
+    Segment,
+    ShardLayout,
+    is_dtensor,
+    local,
+    local_gradient,
+)
 from ds_vrgd.moments.norms import ChunkNorms
 from ds_vrgd.moments.replicated import ReplicatedMoments
 from ds_vrgd.moments.sharded import ShardedMoments
@@ -36,6 +46,7 @@ __all__ = [
     "gathered",
     "is_dtensor",
     "local",
+    "local_gradient",
     "value_of",
     "weakly",
     "zeros_among",

@@ -31,6 +31,17 @@ def local(tensor: Tensor) -> Tensor:
     return tensor._local_tensor if is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
 
 
+def local_gradient(tensor: Tensor) -> Tensor:
+    """Return this rank's part of ``tensor.grad``, and lay that out as the tensor is: a collective where it is not.
+
+    With sequence parallelism each rank has a summand of the gradient of a weight that it holds whole.
+    """
+    grad: Any = tensor.grad
+    if is_dtensor(grad) and grad.placements != tensor.placements:  # type: ignore[attr-defined]
+        tensor.grad = grad = grad.redistribute(placements=tensor.placements)  # type: ignore[attr-defined]
+    return local(grad)
+
+
 @dataclass(frozen=True)
 class Layer:
     """One parameter tensor.

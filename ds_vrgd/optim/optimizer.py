@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from ds_vrgd import gsnr
-from ds_vrgd.moments import LayerTable, is_dtensor, local
+from ds_vrgd.moments import LayerTable, is_dtensor, local_gradient
 from ds_vrgd.optim import checks, options, world
 from ds_vrgd.optim.observer import AVERAGE, NOT_LOADED, RATIOS, LayerStatistics, Observer, Shard
 from ds_vrgd.optim.passes import KernelPasses, Rule, TorchPasses, passes_over
@@ -298,7 +298,7 @@ class VROptimizer(Rule, torch.optim.Optimizer):
                 loss = closure()
         fresh = not self.state
         shards = [
-            Shard(group, param, local(param.grad), self.state[param])
+            Shard(group, param, local_gradient(param), self.state[param])
             for group in self.param_groups
             for param in group["params"]
             if param.grad is not None

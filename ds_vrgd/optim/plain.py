@@ -20,7 +20,7 @@ from ds_vrgd.moments import (
     ReplicatedMoments,
     ShardLayout,
     is_dtensor,
-    local,
+    local_gradient,
     weakly,
     zeros_among,
 )
@@ -73,7 +73,7 @@ class GradientObserver(Observer):
 
     def _gradients(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Return what this rank has in ``.grad``, in as few tensors as it lies in."""
-        return [local(tensor.grad) for tensor in tensors if tensor.grad is not None]
+        return [local_gradient(tensor) for tensor in tensors if tensor.grad is not None]
 
     def bad_gradients(self) -> list[BadGradient]:
         """Return the bad gradients of all ranks. A collective of all ranks."""

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor import Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 from ds_vrgd.optim import LAMB, LARS, OPTIMIZERS, VRLAMB, VRLARS, VRSGD, VRAdam, VRAdamW, VRMomentum
@@ -44,6 +45,11 @@ ELEMENTWISE: dict[str, tuple[Callable[[Iterable[Any]], Any], Callable[[Iterable[
     "VRAdam": (functools.partial(VRAdam, lr=0.01, gamma=1.0), functools.partial(torch.optim.Adam, lr=0.01)),
     "VRAdamW": (functools.partial(VRAdamW, lr=0.01, gamma=1.0), functools.partial(torch.optim.AdamW, lr=0.01)),
 }
+
+
+def needs_chunks(rule: str) -> bool:
+    """Return whether a rule of :data:`SUMMING` has GSNR."""
+    return rule.startswith("VR") and "1" not in rule
 
 
 def net() -> nn.Sequential:
@@ -140,6 +146,26 @@ def over_dtensors(make: Callable[[Iterable[Any]], Any]) -> tuple[str, float]:
     return error, max(float((one - other).abs().max()) for one, other in zip(*trained, strict=True))
 
 
+def over_sequences(rank: int, make: Callable[[Iterable[Any]], Any]) -> float:
+    """Train a whole model and one with sequence parallelism; return the difference. One layer's gradient is a sum."""
+    plan = {"0": SequenceParallel(), "1": ColwiseParallel(input_layouts=Shard(1)), "3": RowwiseParallel()}
+    trained = []
+    for is_cut in (False, True):
+        model: nn.Module = nn.Sequential(nn.LayerNorm(6), *net())
+        if is_cut:
+            parallelize_module(model, init_device_mesh("cpu", (WORLD,)), plan)
+        optimizer = make(model.parameters())
+        for step in range(STEPS):
+            x = torch.randn(5, 2 * WORLD, 6, generator=torch.Generator().manual_seed(step))
+            model(x.chunk(WORLD, 1)[rank] if is_cut else x).square().mean().backward()
+            optimizer.clip_grad_norm_(0.1)
+            optimizer.step()
+            optimizer.zero_grad()
+        weights: list[Any] = [weight.detach() for weight in model.parameters()]
+        trained.append([weight.full_tensor() if hasattr(weight, "full_tensor") else weight for weight in weights])
+    return max(float((one - other).abs().max()) for one, other in zip(*trained, strict=True))
+
+
 def sharded_optimizer(rank: int, make: Callable[[Iterable[Any]], Any], **options: Any) -> Any:
     """Under ZeroRedundancyOptimizer each rank steps whole layers, but not all of them."""
     try:
@@ -163,6 +189,9 @@ def everything(rank: int) -> dict[Any, Any]:
             found["same", way, rule] = [trained(rank, shard, make) for make in (ours, torchs)]
     for rule, make in SUMMING.items():
         found["DTensors", rule] = over_dtensors(make)
+    without_chunks = {rule: make for rule, make in SUMMING.items() if not needs_chunks(rule)}
+    for rule, make in {**without_chunks, **{rule: ours for rule, (ours, _) in ELEMENTWISE.items()}}.items():
+        found["sequences", rule] = over_sequences(rank, make)
     found["whole"] = [
         trained(rank, None, LAMB_AT_A_TENTH),
         sharded_optimizer(rank, LAMB_AT_A_TENTH),
@@ -207,14 +236,18 @@ def test_a_sharded_group_that_is_added_later_is_refused_and_not_kept(found: list
 
 @pytest.mark.parametrize("rule", SUMMING)
 def test_sums_over_dtensors_are_whole_layers(found: list[dict[Any, Any]], rule: str) -> None:
-    needs_chunks = rule.startswith("VR") and "1" not in rule
     for of_rank in found:
         error, difference = of_rank["DTensors", rule]
-        if needs_chunks:
+        if needs_chunks(rule):
             assert "is a DTensor, and nobody has seen the ranks' gradients of it" in error
         else:
             assert error == "no error"
             assert difference <= 1e-6
+
+
+@pytest.mark.parametrize("rule", [*(rule for rule in SUMMING if not needs_chunks(rule)), *ELEMENTWISE])
+def test_a_gradient_of_which_each_rank_has_a_summand_is_summed(found: list[dict[Any, Any]], rule: str) -> None:
+    assert all(of_rank["sequences", rule] <= 1e-6 for of_rank in found)
 
 
 @pytest.mark.parametrize("way", ["FSDP1", "FSDP1 with original parameters", "FSDP2"])
