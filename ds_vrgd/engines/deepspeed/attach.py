@@ -40,6 +40,8 @@ def attach(engine: Engine) -> None:
     if not isinstance(optimizer, VROptimizer):
         return
     check_engine(engine, deepspeed.__version__)
+    if not engine.torch_autocast_enabled() and hasattr(engine.optimizer, "torch_autocast_gradscaler"):
+        engine.optimizer.torch_autocast_gradscaler = None  # DeepSpeed makes one after an engine with fp16 autocast
     name, observer, unmarked = type(optimizer).__name__, EngineObserver(engine), unmarked_splits(engine)
     if unmarked and engine.global_rank == 0:
         shown = ", ".join(f"'{weight}'" for weight in unmarked[:MOST_NAMES])

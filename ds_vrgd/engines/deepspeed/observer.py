@@ -85,7 +85,8 @@ class EngineObserver(Observer):
         self._own_hooks = {hook.id for hook in getattr(engine.optimizer, "_grad_acc_hooks", ())}
         self._at_boundary = engine.is_gradient_accumulation_boundary
         # With a loss scale, infinities are its business: it skips the step, on all ranks, and is lowered.
-        scaled = engine.fp16_enabled() or engine.torch_autocast_z0_gradscaler is not None
+        self._scaler = engine.torch_autocast_z0_gradscaler
+        scaled = engine.fp16_enabled() or self._scaler is not None
         self._norms = None if scaled else ChunkNorms()
         # In fp32 without ZeRO the optimizer has the model's parameters, and their gradients are all there is.
         self._scale = None if engine.optimizer is engine.basic_optimizer else GradientScale(engine)
@@ -346,6 +347,8 @@ class EngineObserver(Observer):
         """
         divided_by = 1 if self.chunks is None else self.chunks.divided_by
         micro_batches = divided_by if divided_by > 1 else self._micro_batches
+        if self._scaler is not None:
+            return float(micro_batches / self._scaler.get_scale())
         return micro_batches / (1.0 if self._scale is None else self._scale.of_loss)
 
     def grad_norm(self, tensors: Sequence[Tensor]) -> Tensor:

@@ -722,3 +722,41 @@ def test_engines_may_share_frozen_weights_which_stay_frozen() -> None:
     for k, message in run_on_ranks(2, shares_a_frozen_trunk):
         assert k == [2] * 4
         assert "'trunk.weight' was frozen when the engine was built" in message
+
+
+class Product(nn.Module):
+    """A weight whose gradient is the sample."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(11))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.weight * x).sum()
+
+
+def scaled_and_not(rank: int) -> list[float]:
+    """Return the errors of the noise at stage 0 with fp16 autocast, and at stage 2 without it in the same process."""
+    errors = []
+    for stage, autocast in ((0, True), (2, False)):
+        config = {
+            "train_micro_batch_size_per_gpu": 1,
+            "gradient_accumulation_steps": ACCUMULATION,
+            "zero_optimization": {"stage": stage},
+            "torch_autocast": {"enabled": autocast, "dtype": "float16"},
+        }
+        model = Product()
+        engine, *_ = deepspeed.initialize(model=model, optimizer=VRSGD(model.parameters(), lr=0.1), config=config)
+        data = torch.randn(ACCUMULATION, WORLD, 11, generator=torch.Generator().manual_seed(0))
+        for of_ranks in data:
+            engine.backward(engine(of_ranks[rank].to(engine.device)))
+            engine.step()
+        chunks = [{"weight": x} for of_ranks in data for x in of_ranks]
+        errors.append(noise_error(gradient_noise(engine), chunks, 1))
+        engine.destroy()
+    return errors
+
+
+@pytest.mark.slow
+def test_the_scale_of_fp16_autocast_is_undone_and_ends_with_its_engine() -> None:
+    assert max(run_on_ranks(WORLD, scaled_and_not)[0]) <= NOISE_BOUND
