@@ -207,21 +207,13 @@ class UnitExchange:
         self._versions = {param: _version(param.grad) for param in self.unit.params if param.grad is not None}
 
     def drop_discarded(self) -> None:
-        """Forget the chunks of gradients that were set to None since the last backward pass.
+        """Forget the chunks of gradients that were thrown away since the last backward pass.
 
         Raises:
             RuntimeError: they were set to zero in place. What this rank has of them cannot tell whether they were on
                 all ranks, or are zero by themselves. They are only looked at where somebody has written to them.
         """
-        gone = [param for param in self._versions if param.grad is None]
-        if gone and self._comparison is not None:
-            self._comparison.drop([self._layers[param][0] for param in gone])
-        if gone and len(gone) == len(self._versions):
-            self.reset()
-        else:
-            for param in gone:
-                for moment in self._views.get(param, ()):
-                    moment.zero_()
+        self.drop_nones()
         held = [(param.grad, version) for param, version in self._versions.items() if param.grad is not None]
         held = [(grad, version) for grad, version in held if local(grad).numel()]
         written = [grad for grad, version in held if _version(grad) != version]
@@ -230,6 +222,19 @@ class UnitExchange:
                 f"the gradients of '{self.unit.name}' were set to zero in place between two backward passes of a "
                 "window, and their chunks would count. Use optimizer.zero_grad() or model.zero_grad()"
             )
+
+    def drop_nones(self) -> None:
+        """Forget the chunks of gradients that were set to None since the last backward pass."""
+        gone = [param for param in self._versions if param.grad is None]
+        if gone and self._comparison is not None:
+            self._comparison.drop([self._layers[param][0] for param in gone])
+        if gone and len(gone) == len(self._versions):
+            self._norms.forget(self.unit.params[0])
+            self.reset()
+        else:
+            for param in gone:
+                for moment in self._views.get(param, ()):
+                    moment.zero_()
 
     # -- the window's moments -----------------------------------------------------------------------------------------
 

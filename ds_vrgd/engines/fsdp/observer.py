@@ -195,8 +195,7 @@ class FSDPObserver(GradientObserver):
         self._refuse_broken_pass()
         if not self._parts:
             for exchange in self._exchanges:
-                if all(param.grad is None for param in exchange.unit.params):  # thrown away, and not used since
-                    exchange.reset()
+                exchange.drop_nones()
             # Not the most of one unit: before torch 2.13 units that take turns are not in each other's passes.
             self._parts = functools.reduce(operator.or_, (exchange.passes for exchange in self._exchanges)).bit_count()
             for exchange in self._exchanges:

@@ -200,7 +200,12 @@ def on_two(rank: int) -> dict[str, Any]:
             model(batches(step, 2)[0 if step == 2 else rank].to(DEVICE)).backward()
             optimizer.step()
             optimizer.zero_grad()
+    model(batches(3, 2)[rank].to(DEVICE)).backward()
+    model.up.weight.grad = None  # type: ignore[assignment]
+    optimizer.step()
+    report = ds_vrgd.rank_report(optimizer)
     return {
+        "norms": {name: float(report.norms[report.layers.index(name)].amin()) for name in ("up.weight", "down.weight")},
         "warned": [str(w.message) for w in warned if "to compare" in str(w.message)],
         "told": [(event.step, event.fault, event.rank, event.peers) for event in told],
     }
@@ -208,6 +213,8 @@ def on_two(rank: int) -> dict[str, Any]:
 
 def test_two_ranks_are_not_compared_but_found_identical() -> None:
     for rank, found in enumerate(run_on_ranks(2, on_two)):
+        assert found["norms"]["up.weight"] == 0.0, "it was thrown away before the step"
+        assert found["norms"]["down.weight"] > 0.0
         assert found["told"] == [(2, "identical", 0, (1,))]
         assert len(found["warned"]) == (rank == 0)
         assert all("2 ranks to compare, and of fewer than 4 none" in text for text in found["warned"])
