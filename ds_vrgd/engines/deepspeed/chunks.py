@@ -69,6 +69,11 @@ class Chunks:
         self._reduction_due = False
         self._forwards = self._passes = 0
 
+    def begin_anew(self) -> None:
+        """Begin the chunk anew, in a pass that has been announced: what it was made of has been thrown away."""
+        self.is_open = self._closed = False
+        self._passes = 0
+
     @contextmanager
     def _forward(self, *args: Any, **kwargs: Any) -> Iterator[None]:
         """Follow a forward pass; without gradients it belongs to no chunk."""

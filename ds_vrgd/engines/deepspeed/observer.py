@@ -133,10 +133,8 @@ class EngineObserver(Observer):
         self._discards.look()
         discarded = self._discards.found()
         is_all = bool(discarded) and self._discards.are_all(discarded)
-        if not self._holdings.copies:
-            if is_all:
-                self.drop()
-        elif is_all:  # what was zero by itself goes, too; what is not observed may stay
+        if is_all:  # what was zero by itself goes, too; what is not observed may stay
+            self.chunks.begin_anew()
             self._micro_batches = 0
             self._moments.reset()
         else:

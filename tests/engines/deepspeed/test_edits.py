@@ -199,6 +199,34 @@ def drops(case: Case, rank: int, by: str) -> Found:
     return Found(bench.error(), bench.k, of_noise=of_noise)
 
 
+def drops_in_place(case: Case, rank: int, beside: str) -> Found:
+    """Set one layer's gradient to zero in the middle of a window, and all that are observed in the next."""
+    if beside == "beside gamma=1":
+        case = replace(case, of_vectors={"gamma": 1.0})
+    bench, of_noise = Bench(case, rank), 0.0
+    for step in range(STEPS):
+        tokens = bench.tokens(step)
+        chunks = bench.chunks(tokens)
+        mean = mean_of(chunks)
+        of_last = mean_of(chunks[WORLD:])
+        gone = [name for name in mean if not beside or mean[name].dim() > 1] if step == 2 else [NAMES[0]] * step
+        bench.backward(tokens, 0)
+        bench.engine.step()
+        for name in gone:
+            grad = bench.params()[name].grad
+            assert grad is not None
+            grad.zero_()
+            mean[name] = of_last[name] / ACCUMULATION
+            for chunk in chunks[:WORLD]:
+                chunk[name] = torch.zeros_like(chunk[name])
+        bench.backward(tokens, 1)
+        chunks = chunks[WORLD:] if step == 2 else chunks
+        bench.step(chunks, mean)
+        noise = gradient_noise(bench.engine)
+        of_noise = max(of_noise, noise_error(noise, chunks, bench.engine.train_micro_batch_size_per_gpu()))
+    return Found(bench.error(), bench.k, of_noise=of_noise)
+
+
 # --- edited
 
 
@@ -568,8 +596,8 @@ def unobserved(case: Case, rank: int, how: str) -> Found:
 SCRIPTS: dict[str, Callable[[Case, int, str], Found]] = {
     function.__name__: function
     for function in (
-        drops, sets, masks, masks_afterwards, adds_before, branches, all_at_once, two_losses, joint_loss, unannounced,
-        discriminators, rebuilt, unobserved,
+        drops, drops_in_place, sets, masks, masks_afterwards, adds_before, branches, all_at_once, two_losses,
+        joint_loss, unannounced, discriminators, rebuilt, unobserved,
     )
 }  # fmt: skip
 
@@ -579,8 +607,12 @@ EPILOGUE_FAILS = ("stage 0", "stage 0, bf16", "stage 2, observe", "stage 2, offl
 
 Run = tuple[str, str, str]
 
+#: Where gradients of several micro-batches stay in .grad.
+STAY = ("stage 0", "stage 1, observe", "stage 1, observe, overlapping")
+
 RUNS: list[Run] = [
     *(("drops", name, "engine") for name in CASES),
+    *(("drops_in_place", name, beside) for name in STAY for beside in ("", "beside gamma=1")),
     *(("sets", name, "at once") for name in CASES if name != "BF16_Optimizer"),  # DeepSpeed's setter writes elsewhere
     *(("masks_afterwards", name, "on the last rank") for name in CASES),
     # In bf16 the sum in .grad is rounded, and at stage 3 .grad has no room for it.
@@ -630,9 +662,12 @@ def check(run: Run, outcome: Found | str) -> None:
     assert outcome.of_noise <= NOISE_BOUND
     chunks = WORLD * ACCUMULATION
     without_gsnr = name in STALE and "clipped" not in name and "summed" not in name
-    expected = {"drops": [chunks, WORLD, chunks], "rebuilt": [chunks], "joint_loss": [WORLD] * STEPS}.get(
-        script, [chunks] * STEPS
-    )
+    expected = {
+        "drops": [chunks, WORLD, chunks],
+        "drops_in_place": [chunks, chunks, WORLD],
+        "rebuilt": [chunks],
+        "joint_loss": [WORLD] * STEPS,
+    }.get(script, [chunks] * STEPS)
     assert outcome.k == ([] if without_gsnr else expected)
 
 
