@@ -161,8 +161,8 @@ class FSDPObserver(GradientObserver):
         if self._is_open:
             raise RuntimeError(
                 "a backward pass of this window broke off (an exception, such as running out of memory), and the "
-                "gradients hold a part of it. Call optimizer.zero_grad() where you catch the exception, and "
-                "reset_iter_state() of the model, where torch has it; and begin the window again."
+                "gradients hold a part of it. Where you catch the exception, call optimizer.zero_grad(), and "
+                "reset_iter_state() of the model if torch has it, and begin the window again."
             )
 
     # -- what the optimizer asks for in step() ------------------------------------------------------------------------
