@@ -184,7 +184,7 @@ class PlainObserver(GradientObserver):
     def reload(self, groups: Sequence[dict[str, Any]]) -> bool:
         """Observe the param groups that a checkpoint has brought, whose gamma may differ; always True.
 
-        An open window goes on: its gradients are still in ``.grad``, and so its chunks stay.
+        An open window stays open: its gradients are still in ``.grad``, so its chunks are kept.
         """
         self._remove_hooks()
         self._layouts = {}

@@ -75,7 +75,7 @@ class FSDPObserver(GradientObserver):
     def reload(self, groups: Sequence[dict[str, Any]]) -> bool:
         """Observe the param groups that a checkpoint has brought, whose gamma may differ; always True.
 
-        An open window goes on: its gradients are still in ``.grad``, and so its chunks stay.
+        An open window stays open: its gradients are still in ``.grad``, so its chunks are kept.
         """
         observed = {param for group in groups if group["gamma"] < 1.0 for param in group["params"]}
         for group in groups:

@@ -198,13 +198,19 @@ class Towers(nn.Module):
         return torch.stack([run(name).square().mean() for name in used]).sum()
 
 
-def frozen_unused(optimizer_of: Any) -> tuple[bool, bool]:
-    """Train two units, and then one with the other frozen and unused; return which of them the second step moved."""
+def towers(optimizer_of: Any, **arguments: Any) -> tuple[Towers, Any]:
+    """Return two units under one root, and their optimizer, attached."""
     model = Towers().to(DEVICE)
     for unit in (model.first, model.second, model):
         fully_shard(unit)
-    optimizer = optimizer_of(model.parameters(), lr=0.1, weight_decay=0.1)
+    optimizer = optimizer_of(model.parameters(), lr=0.1, **arguments)
     ds_vrgd.attach(model, optimizer)
+    return model, optimizer
+
+
+def frozen_unused(optimizer_of: Any) -> tuple[bool, bool]:
+    """Train two units, and then one with the other frozen and unused; return which of them the second step moved."""
+    model, optimizer = towers(optimizer_of, weight_decay=0.1)
     for used in (("first", "second"), ("first",)):
         before = full(model)
         for _ in range(2):
@@ -219,11 +225,7 @@ def frozen_unused(optimizer_of: Any) -> tuple[bool, bool]:
 
 def in_turns(*, reports_unused: bool) -> tuple[int, int]:
     """Return the k where two units take turns, and where what was thrown away had another unit as well."""
-    model = Towers().to(DEVICE)
-    for unit in (model.first, model.second, model):
-        fully_shard(unit)
-    optimizer = VRSGD(model.parameters(), lr=0.1)
-    ds_vrgd.attach(model, optimizer)
+    model, optimizer = towers(VRSGD)
     if not reports_unused:  # as torch before 2.13
         for unit in optimizer.observer._units:
             unit.reduce_unused(False)
@@ -249,11 +251,7 @@ def in_turns(*, reports_unused: bool) -> tuple[int, int]:
 
 def side_by_side() -> int:
     """Return the k of a window of units whose reentrant checkpoints run one after the other in a backward pass."""
-    model = Towers().to(DEVICE)
-    for unit in (model.first, model.second, model):
-        fully_shard(unit)
-    optimizer = VRSGD(model.parameters(), lr=0.1)
-    ds_vrgd.attach(model, optimizer)
+    model, optimizer = towers(VRSGD)
     for _ in range(3):
         model(torch.randn(5, 4, device=DEVICE, requires_grad=True), ("first", "second")).backward()
     optimizer.step()
