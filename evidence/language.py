@@ -152,16 +152,18 @@ def _pair(setting: Setting, base: str) -> list[Setting]:
 
 
 def _variants(setting: Setting, base: str) -> list[Setting]:
-    """The twin with each control, and the base with a longer warm-up, with another beta2, and clipped."""
+    """Both clipped, the twin with each control, and the base with a longer warm-up and with another beta2."""
     twin, of_base = _pair(setting, base)
-    others = [replace(of_base, warmup=0.35), replace(of_base, beta2=0.98), replace(of_base, clipping=CLIPPING)]
-    return [*(replace(twin, control=name) for name in CONTROLS), *others]
+    clipped = [replace(one, clipping=CLIPPING) for one in (of_base, twin)]
+    controls = [replace(twin, control=name) for name in CONTROLS]
+    return [*clipped, *controls, replace(of_base, warmup=0.35), replace(of_base, beta2=0.98)]
 
 
 def follow_up(size: str, rows: Sequence[Row]) -> list[Setting]:
     """Rates, their half steps and the reported seeds: of each twin and its base, then of their variants.
 
-    A twin and its base share every rate that one of them calls for, so that their grids are equal.
+    A twin and its base share all that one of them has tried or calls for, so that their grids are equal. Variants are
+    tuned at beta1 = 0.9, and clipped ones at the best beta1, too.
     """
     if size != FULL:
         return []
@@ -173,29 +175,35 @@ def follow_up(size: str, rows: Sequence[Row]) -> list[Setting]:
         pair = _pair(_setting(task, base), base)
         of_pair = [by_arm.get(arm_of(vars(one)), []) for one in pair]
         called = [_search(rows, task.betas, RATES[base]) for rows in of_pair]
-        shared = [call for own in called for call in own if call[-1] in TUNING]
-        called = [[*shared, *(call for call in own if call[-1] in REPORTED)] for own in called]
+        shared = [call for known in (*map(_points, of_pair), *called) for call in known if call[-1] in TUNING]
         for one, own in zip(pair, called, strict=True):
-            found += [replace(one, beta1=beta1, rate=rate, seed=seed) for beta1, rate, seed in own]
-        if base not in task.controlled or not all(map(_complete, of_pair, called)):
+            calls = [*shared, *(call for call in own if call[-1] in REPORTED)]
+            found += [replace(one, beta1=beta1, rate=rate, seed=seed) for beta1, rate, seed in calls]
+        if base not in task.controlled:
             continue
         for variant in _variants(_setting(task, base), base):
-            _, rate = best_point(of_pair[variant.optimizer == base], (BETA1,))
-            calls = _search(by_arm.get(arm_of(vars(variant)), []), (BETA1,), rate)
-            found += [replace(variant, rate=each, seed=seed) for _, each, seed in calls]
+            of_original, of_variant = of_pair[variant.optimizer == base], by_arm.get(arm_of(vars(variant)), [])
+            if not _complete(of_original, called[variant.optimizer == base]):
+                continue
+            at_best = best_point(of_original, task.betas)[0] if variant.clipping else BETA1
+            for beta1 in dict.fromkeys((BETA1, at_best)):
+                _, rate = best_point(of_original, (beta1,))
+                calls = _search([row for row in of_variant if row["beta1"] == beta1], (beta1,), rate)
+                found += [replace(variant, beta1=beta1, rate=each, seed=seed) for _, each, seed in calls]
     return list(dict.fromkeys(found))
 
 
 Call = tuple[float, float, int]  # beta1, rate, seed
 
 
-def _points(rows: Sequence[Row]) -> set[Call]:
-    return {(row["beta1"], row["rate"], row["seed"]) for row in rows}
+def _points(rows: Sequence[Row]) -> dict[Call, None]:
+    """Return what was tried, in the order of the rows."""
+    return dict.fromkeys((row["beta1"], row["rate"], row["seed"]) for row in rows)
 
 
 def _complete(rows: Sequence[Row], called: Sequence[Call]) -> bool:
     """Return whether the reported seeds were called for, and nothing that was called for is missing."""
-    return called[-1][-1] in REPORTED and _points(rows).issuperset(called)
+    return called[-1][-1] in REPORTED and _points(rows).keys() >= set(called)
 
 
 def _search(rows: Sequence[Row], betas: Sequence[float], start: float) -> list[Call]:
@@ -204,7 +212,7 @@ def _search(rows: Sequence[Row], betas: Sequence[float], start: float) -> list[C
     By factors of two from ``start`` at every beta1; half steps about the best, at beta1 = 0.9 and over all; and the
     best of these with the reported seeds.
     """
-    tried = _points(rows)
+    tried = _points(rows).keys()
     coarse = [row for row in rows if row["seed"] in TUNING and math.log2(row["rate"] / start).is_integer()]
     called: list[Call] = []
     for beta1 in betas:
@@ -212,11 +220,11 @@ def _search(rows: Sequence[Row], betas: Sequence[float], start: float) -> list[C
         calls = tune(of_beta1, "rate", worth, (start,), seeds=TUNING) or [(start, TUNING[0])]
         called += [(beta1, rate, seed) for rate, seed in calls]
     compared = list(dict.fromkeys([betas[:1], betas]))
-    if tried.issuperset(called):
+    if tried >= set(called):
         points = [best_point(coarse, among) for among in compared]
         steps = [(beta1, rate * step) for beta1, rate in points for step in (HALF_STEP / 2.0, HALF_STEP)]
         called += [(*step, seed) for step in steps for seed in TUNING]
-    if tried.issuperset(called):
+    if tried >= set(called):
         called += [(*best_point(rows, among), seed) for among in compared for seed in REPORTED]
     return called
 

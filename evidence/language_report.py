@@ -33,10 +33,13 @@ class Arm:
     """One optimizer or variant at its best beta1 and rate.
 
     Attributes:
+        clipped: whether its gradient is.
         rows: the reported ones by seed.
     """
 
+    optimizer: str
     label: str
+    clipped: bool
     beta1: float
     rate: float
     rows: dict[int, Row]
@@ -79,10 +82,12 @@ def _label(row: Row) -> str:
 def comparisons(rows: Sequence[Row], base: str) -> list[list[Arm]]:
     """Return the arms of a base at one task: at beta1 = 0.9, and where another beta1 is better, at the best one.
 
-    The base comes first and its twin second. A variant has the beta1 of the optimizer that it is a variant of.
+    The base comes first and its twin second. A variant has the beta1 of the optimizer that it is a variant of. Where
+    both are there clipped, a comparison of these two follows.
     """
-    by_arm = grouped([row for row in rows if row["optimizer"] in (base, f"VR{base}")], *VARIANT)
-    originals = {name: by_arm.get((name, NO_CONTROL, BETA2, WARMUP, None), []) for name in (base, f"VR{base}")}
+    names = (base, f"VR{base}")
+    by_arm = grouped([row for row in rows if row["optimizer"] in names], *VARIANT)
+    originals = {name: by_arm.get((name, NO_CONTROL, BETA2, WARMUP, None), []) for name in names}
     found: list[list[Arm]] = []
     for betas in ((BETA1,), tuple(row["beta1"] for row in rows)):
         arms = []
@@ -95,9 +100,10 @@ def comparisons(rows: Sequence[Row], base: str) -> list[list[Arm]]:
             if any(row["seed"] in TUNING for row in own):
                 rate = best_point(own, (beta1,))[1]
                 at_best = {row["seed"]: row for row in own if row["rate"] == rate and row["seed"] in REPORTED}
-                arms.append(Arm(_label(of[0]), beta1, rate, at_best))
-        if arms not in found:
-            found.append(arms)
+                arms.append(Arm(of[0]["optimizer"], _label(of[0]), of[0]["clipping"] is not None, beta1, rate, at_best))
+        for compared in (arms, [arm for arm in arms if arm.clipped]):
+            if compared not in found and {arm.optimizer for arm in compared} == set(names):
+                found.append(compared)
     return found
 
 
@@ -110,20 +116,16 @@ def _bases(rows: Sequence[Row]) -> list[str]:
     return list(dict.fromkeys(row["optimizer"].removeprefix("VR") for row in rows))
 
 
-def _cells(arm: Arm, base: Arm, twin: Arm | None, *, tuned: bool) -> list[str]:
+def _cells(first: Arm, base: Arm, twin: Arm, arm: Arm) -> list[str]:
+    """Return the cells of an arm, compared with its base and twin, and those of a base with the first base."""
     entropy = next(iter(arm.rows.values()))["entropy"]
     loss = statistics.fmean(row["final"] for row in arm.rows.values())
     shown = f"{loss:.3f}" if math.isfinite(loss) else "apart"
-    cells = [
-        arm.label,
-        f"{arm.beta1:g}" + ", tuned" * tuned,
-        f"{arm.rate:.3g}",
-        shown + " (plateau)" * (loss >= entropy),
-    ]
-    differences = paired(arm.rows, base.rows)
-    of_twin = paired(arm.rows, twin.rows) if twin is not None and arm is not base and arm is not twin else []
-    ahead = f"{sum(one < 0 for one in differences)} of {len(differences)}" if arm is not base else ""
-    return [*cells, _difference(differences) if arm is not base else "", ahead, _difference(of_twin)]
+    cells = [arm.label, f"{arm.beta1:g}", f"{arm.rate:.3g}", shown + " (plateau)" * (loss >= entropy)]
+    of_base = paired(arm.rows, (base if arm is not base else first).rows) if arm is not first else []
+    of_twin = paired(arm.rows, twin.rows) if arm not in (base, twin) else []
+    ahead = f"{sum(one < 0 for one in of_base)} of {len(of_base)}" if of_base else ""
+    return [*cells, _difference(of_base), ahead, _difference(of_twin)]
 
 
 def _difference(values: Sequence[float]) -> str:
@@ -141,15 +143,16 @@ def tables(rows: Sequence[Row]) -> list[str]:
     for of_task in _tasks(rows):
         one, body, missing = of_task[0], [], []
         for base in _bases(of_task):
-            for number, arms in enumerate(comparisons(of_task, base)):
+            compared = comparisons(of_task, base)
+            for arms in compared:
                 missing += [f"{arm.label} (beta1 {arm.beta1:g})" for arm in arms if not arm.rows]
-                done = {arm.label: arm for arm in arms if arm.rows}
-                if base in done:
-                    body += [_cells(arm, done[base], done.get(f"VR{base}"), tuned=number > 0) for arm in done.values()]
+                if arms[0].rows:
+                    body += [_cells(compared[0][0], arms[0], arms[1], arm) for arm in arms if arm.rows]
         lines += [
             f"{one['objective'].capitalize()}, batch {one['batch']:,}, k = {one['k']}, {one['updates']} updates, "
-            f"{one['examples']:,} sequences of {one['sequence_length']} tokens; held-out loss, nats a token, means "
-            f"over the reported seeds, paired differences with their standard errors. Unigram entropy "
+            f"{one['examples']:,} sequences of {one['sequence_length']} tokens; held-out loss in nats a token: means "
+            "over the reported seeds, and differences paired by seed with their standard errors. A base with another "
+            "beta1 is compared with the first one. Unigram entropy "
             f"{one['entropy']:.3f}: a loss above it (plateau) decides nothing.",
             "",
         ]
@@ -163,21 +166,16 @@ def tables(rows: Sequence[Row]) -> list[str]:
 def draw(figure: Figure, rows: Sequence[Row]) -> None:
     """Paired differences to the base, at the end and along the run, by base: of the task with the most rows."""
     of_task = _tasks(rows)[0]
-    bases = _bases(of_task)
-    ends, curves = figure.subplots(2, len(bases), squeeze=False)
     one = of_task[0]
     figure.suptitle(f"{one['objective']}, batch {one['batch']:,}, k = {one['k']}, beta1 = {BETA1:g}")
-    for base, end, curve in zip(bases, ends, curves, strict=True):
-        base_arm, *others = comparisons(of_task, base)[0] or [Arm(base, BETA1, 0.0, {})]
-        shown = [arm for arm in others if paired(arm.rows, base_arm.rows)]
-        if base_arm.label != base or not shown:
-            end.set_axis_off()
-            curve.set_axis_off()
-            continue
-        _draw_ends(end, base_arm, shown)
-        _draw_curves(curve, base_arm, shown)
-    ends[0].set_ylabel("means over seeds, standard errors")
-    curves[0].set_ylabel("held-out loss minus the base's, nats a token")
+    shown = []
+    for base in _bases(of_task):
+        arms = next(iter(comparisons(of_task, base)), [])
+        if others := [arm for arm in arms[1:] if paired(arm.rows, arms[0].rows)]:
+            shown.append((arms[0], others))
+    for column, (of_base, others) in enumerate(shown):
+        for row, draw_arms in enumerate((_draw_ends, _draw_curves)):
+            draw_arms(figure.add_subplot(2, len(shown), row * len(shown) + column + 1), of_base, others)
 
 
 def _draw_ends(axis: Axes, base: Arm, arms: Sequence[Arm]) -> None:
@@ -189,7 +187,7 @@ def _draw_ends(axis: Axes, base: Arm, arms: Sequence[Arm]) -> None:
     axis.axvline(0.0, color="grey", linewidth=0.8)
     axis.set_yticks(range(len(arms)), [arm.label for arm in arms])
     axis.invert_yaxis()
-    axis.set(xlabel="final held-out loss minus the base's, nats a token", title=f"against {base.label}")
+    axis.set(xlabel="final loss minus the base's; means, standard errors", title=f"against {base.label}")
 
 
 def _draw_curves(axis: Axes, base: Arm, arms: Sequence[Arm]) -> None:
@@ -204,5 +202,5 @@ def _draw_curves(axis: Axes, base: Arm, arms: Sequence[Arm]) -> None:
         means = [statistics.fmean(values) for values in found.values()]
         axis.plot(list(found), means, color=f"C{number % 6}", linestyle="-" if number < 6 else "--", label=arm.label)
     axis.axhline(0.0, color="grey", linewidth=0.8)
-    axis.set(xlabel="updates")
+    axis.set(xlabel="updates", ylabel="held-out loss minus the base's, nats a token")
     axis.legend(fontsize=6)
