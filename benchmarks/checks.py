@@ -32,8 +32,7 @@ from benchmarks.training import build, free, release, storages
 from ds_vrgd.engines.deepspeed.chunks import Chunks
 from ds_vrgd.engines.deepspeed.edited import EditDetector, FusedEdits
 from ds_vrgd.moments import Comparison
-from ds_vrgd.optim import ranks
-from ds_vrgd.optim.ranks import RankRecorder
+from ds_vrgd.optim.ranks import RankRecorder, RankWatch
 
 STEPS = 3
 RESAMPLES = 10_000
@@ -77,7 +76,7 @@ def watched(contender: str) -> Iterator[None]:
     assert optimizer is not None, f"{contender} has no JSON"
     params = {**optimizer["params"], "watch": "log"}
     watching = replace(CONTENDERS[contender], optimizer={**optimizer, "params": params})
-    with mock.patch.dict(CONTENDERS, {contender: watching}), mock.patch.object(ranks, "FEWEST_RANKS", 2):
+    with mock.patch.dict(CONTENDERS, {contender: watching}), mock.patch.object(RankWatch, "fewest", 2):
         yield
 
 

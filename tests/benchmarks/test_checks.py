@@ -9,8 +9,7 @@ from benchmarks.contenders import CONTENDERS
 from ds_vrgd.engines.deepspeed.chunks import Chunks
 from ds_vrgd.engines.deepspeed.edited import EditDetector, FusedEdits
 from ds_vrgd.moments import Comparison
-from ds_vrgd.optim import ranks
-from ds_vrgd.optim.ranks import RankRecorder
+from ds_vrgd.optim.ranks import RankRecorder, RankWatch
 
 CHECKS = [(Chunks, "came"), (FusedEdits, "come_last"), (FusedEdits, "add_to_sums"), (EditDetector, "find")]
 WATCH = [(Comparison, "add"), (RankRecorder, "take"), (RankRecorder, "judge")]
@@ -36,6 +35,6 @@ def test_a_watched_contender_compares_any_number_of_ranks() -> None:
     before = CONTENDERS["vrlamb-fused"]
     with watched("vrlamb-fused"):
         assert CONTENDERS["vrlamb-fused"].optimizer["params"]["watch"] == "log"  # type: ignore[index]
-        assert ranks.FEWEST_RANKS == 2
+        assert RankWatch.fewest == 2
     assert CONTENDERS["vrlamb-fused"] is before
-    assert ranks.FEWEST_RANKS == 4
+    assert RankWatch.fewest == 4

@@ -14,7 +14,9 @@ from torch import Tensor
 
 from ds_vrgd import LAMB, VRLAMB, RankEvent, RankReport, RankWatch, rank_report
 from ds_vrgd.moments import Comparison, Ranks
-from ds_vrgd.optim.ranks import FALSE_ALARMS, HORIZON, QUIET, WARMUP, RankRecorder, _Series
+from ds_vrgd.optim.ranks import RankRecorder
+from ds_vrgd.optim.ranks.series import FALSE_ALARMS, HORIZON, WARMUP, Series
+from ds_vrgd.optim.ranks.watch import QUIET
 
 SHAPES = {"embedding": (400,), "weight": (30, 20), "bias": (20,)}
 Gradients = list[dict[str, Tensor]]
@@ -210,7 +212,7 @@ def test_sums_pass_their_bound_as_rarely_as_is_claimed(members: int) -> None:
     """The mean of exp(sum) cannot grow where every order is equally likely, whatever the values are."""
     generator = torch.Generator().manual_seed(members)
     rows = 2000
-    series = _Series(torch.ones(rows, 2), torch.full((rows,), rows), torch.full((rows,), 30.0), members)
+    series = Series(torch.ones(rows, 2), torch.full((rows,), rows), torch.full((rows,), 30.0), members)
     growth = torch.zeros(rows, members, dtype=torch.double)
     active, steps = torch.ones(members, dtype=torch.bool), 30
     for _ in range(steps):
