@@ -1,5 +1,6 @@
 """Chunk gradients to mean and centred sum of squares, on the elements that this rank updates."""
 
+from ds_vrgd.moments.backward import BackwardPasses
 from ds_vrgd.moments.buckets import Route
 from ds_vrgd.moments.chan import Moments
 from ds_vrgd.moments.compare import Comparison
@@ -24,6 +25,7 @@ from ds_vrgd.moments.sharded import ShardedMoments
 
 __all__ = [
     "SUM_DTYPE",
+    "BackwardPasses",
     "ChunkNorms",
     "CombinedMoments",
     "Comparison",

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import functools
-import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,149 +11,21 @@ from torch import Tensor
 
 from ds_vrgd.moments import (
     SUM_DTYPE,
-    ChunkNorms,
+    BackwardPasses,
     Discards,
     GradientHook,
     Moments,
-    Ranks,
     ReplicatedMoments,
     ShardLayout,
     is_dtensor,
-    local_gradient,
     weakly,
     zeros_among,
 )
 from ds_vrgd.optim import checks, world
-from ds_vrgd.optim.observer import BadGradient, Observer, Shard
+from ds_vrgd.optim.gradient import GradientObserver
 
 # Relative difference of the ranks' gradients, in sums, up to which they count as equal: DDP leaves the same bits.
 SAME_GRADIENT = 1e-6
-
-
-class GradientObserver(Observer):
-    """An adapter whose gradient is what ``step()`` finds in ``.grad``: scaled, clipped or edited as the program wants.
-
-    A subclass observes the chunks.
-    """
-
-    ranks = Ranks()
-
-    def __init__(self) -> None:
-        self.window = 0
-        self._norms = ChunkNorms()
-        self._layouts: dict[Tensor, ShardLayout] = {}
-        self._ranks_agree = False
-        self._pass: Callable[[], Any] | None = None
-
-    def layout(self, tensor: Tensor) -> ShardLayout:
-        """Return the tensor as one layer; a DTensor that has taken a parameter's place in its group, too."""
-        if tensor not in self._layouts:
-            self._layouts[tensor] = ShardLayout.of(f"param_{len(self._layouts)}", tensor)
-        return self._layouts[tensor]
-
-    def _name_of(self, param: Tensor) -> str:
-        return self._layouts[param].layers[0].name
-
-    def agree(self, optimizer: torch.optim.Optimizer) -> None:
-        """Require, once and after ``add_param_group()``, that all ranks train the same. A collective.
-
-        Raises:
-            RuntimeError: on all ranks, saying in which parameters or arguments they differ.
-        """
-        if not self._ranks_agree and world.group() is not None:
-            remark = "torch's ZeroRedundancyOptimizer does not, and DeepSpeed ZeRO takes its place"
-            checks.require_agreement(checks.table_of_optimizer(optimizer, {}), remark)
-        self._ranks_agree = True
-
-    def has_bad(self, tensors: Sequence[Tensor]) -> Tensor:
-        """Return the verdict on all ranks' chunks and on what is in ``.grad``. A collective of all ranks."""
-        grads = self._gradients(tensors)
-        return checks.any_rank_has_bad(self._norms, grads, world.group(), self.ranks.device or grads[0].device)
-
-    def _gradients(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Return what this rank has in ``.grad``, in as few tensors as it lies in."""
-        return [local_gradient(tensor) for tensor in tensors if tensor.grad is not None]
-
-    def bad_gradients(self) -> list[BadGradient]:
-        """Return the bad gradients of all ranks. A collective of all ranks."""
-        return checks.gather_bad(self._norms, self._name_of, world.group())
-
-    def skip_step(self, on_bad_gradient: Callable[[], FloatingPointError | None]) -> None:
-        """End the window here."""
-        error = on_bad_gradient()
-        self.after_step()
-        if error is not None:
-            raise error
-
-    def gradient(self, shard: Shard, moments: Moments | None) -> tuple[Tensor, Tensor | None]:
-        """Return what is in ``.grad``: the caller may have scaled or clipped it, and only the caller knows how."""
-        return shard.grad, None
-
-    def grad_norm(self, tensors: Sequence[Tensor]) -> Tensor:
-        """Return the 2-norm of ``tensors``' gradients, which are the whole model; a collective for DTensors."""
-        return self._norm(self._by_ranks(tensors))
-
-    def clip(self, tensors: Sequence[Tensor], max_norm: float) -> Tensor:
-        """Clip as torch does; a collective for DTensors."""
-        if not tensors:
-            return torch.zeros(())
-        found = self._by_ranks(tensors)
-        norm, grads = self._norm(found), [grad for alike in found.values() for grad in alike]
-        factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-        for dtype in {grad.dtype for grad in grads}:
-            alike = [grad for grad in grads if grad.dtype == dtype]
-            torch._foreach_mul_(alike, factor.to(alike[0].device, dtype))
-        return norm
-
-    def _by_ranks(self, tensors: Sequence[Tensor]) -> dict[tuple[Any, ...], list[Tensor]]:
-        """Return the gradients by the process groups that share them."""
-        found: dict[tuple[Any, ...], list[Tensor]] = {}
-        for tensor in tensors:
-            found.setdefault(self.layout(tensor).layers[0].groups, []).append(tensor)
-        return {groups: self._gradients(alike) for groups, alike in found.items()}
-
-    def _norm(self, grads: Mapping[tuple[Any, ...], list[Tensor]]) -> Tensor:
-        squares = []
-        for groups, alike in grads.items():
-            norms = torch.stack(torch._foreach_norm(alike, 2, dtype=SUM_DTYPE))
-            squares.append(norms.square().sum().to(self.ranks.device or norms.device))
-            for group in groups:
-                torch.distributed.all_reduce(squares[-1], group=group)
-        return torch.stack(squares).sum().sqrt()
-
-    def drop(self) -> None:
-        """Forget the window's chunks with its gradients."""
-        self.after_step()
-
-    def after_step(self) -> None:
-        """End the window with the step."""
-        self.window += 1
-        self._norms.clear()
-        if self.comparison is not None:
-            self.comparison.clear()
-
-    def _is_running(self) -> bool:
-        """Return whether an outermost backward pass runs: autograd drops its callbacks when the pass breaks off."""
-        return self._pass is not None and self._pass() is not None
-
-    def _call_at_end(self, end: Callable[[], None]) -> None:
-        """Have the running backward pass call ``end``, which nobody else keeps alive, when it is over."""
-        if not self._is_running():
-            self._pass = weakref.ref(end)
-        torch.autograd.Variable._execution_engine.queue_callback(end)
-
-    def _is_outermost(self, resume: Callable[[], None]) -> bool:
-        """Return whether the backward pass that ends here ran inside no other; else call ``resume`` in that one.
-
-        A reentrant checkpoint runs it. The outer pass resumes at the nodes that take this node's gradient.
-        """
-        outer = torch._C._current_autograd_node()
-        if outer is None:
-            return True
-        for node, _ in outer.next_functions:
-            if node is not None:
-                node.register_prehook(lambda grads: resume())
-        return False
 
 
 class PlainObserver(GradientObserver):
@@ -176,8 +47,7 @@ class PlainObserver(GradientObserver):
         self._handles: list[GradientHook | torch.utils.hooks.RemovableHandle] = []
         self._moments: ReplicatedMoments | None = None
         self._discards = Discards()
-        self._backward = -1
-        self._unfinished: dict[int, set[Tensor]] = {}
+        self._passes = BackwardPasses(self._end_pass)
         self.unused = True
         self.reload(groups)
 
@@ -252,25 +122,23 @@ class PlainObserver(GradientObserver):
         """Take a gradient of one parameter that autograd is about to accumulate, before any reduction."""
         if grad.layout is not torch.strided:
             raise ValueError("sparse gradients are not supported: build the embedding with sparse=False")
-        if not self._is_running():
+        if self._passes.begins:
             self._look_for_discarded()
         if param.grad is None:
             self._forget(param)
-        self._expect_end()
+        self._passes.take(param)
         # Autograd adds it to .grad or copies it there, since it is held here too.
         self._window().add(param, grad, keep=True)
-        self._unfinished.setdefault(self._backward, set()).add(param)
 
     def _forget(self, param: Tensor) -> None:
         """Forget the chunks of a parameter whose gradient was thrown away."""
         self._window().drop(param)
-        for params in self._unfinished.values():
-            params.discard(param)
+        self._passes.forget(param)
 
     def _look_for_discarded(self) -> None:
         """Look which gradients were set to zero since the last backward pass: their chunks are forgotten at its end."""
         self._forget_discarded()  # which the last pass did not come to, where it broke off
-        for param in zeros_among(param for params in self._unfinished.values() for param in params):
+        for param in zeros_among(self._passes.unfinished):
             self._forget(param)
         self._discards.look()
 
@@ -285,23 +153,13 @@ class PlainObserver(GradientObserver):
         if param.grad is not None:
             self._window().keep_apart(param, param.grad)
 
-    def _expect_end(self) -> None:
-        """Have the running backward pass call back at its end."""
-        backward = torch._C._current_graph_task_id()
-        if self._backward != backward:
-            self._backward = backward
-            self._call_at_end(functools.partial(self._end_backward, backward))
-
-    def _end_backward(self, backward: int) -> None:
-        """End a backward pass, and with it the micro-batch unless the pass ran inside another one."""
-        self._unfinished.pop(backward, None)
-        if self._is_outermost(self._expect_end):
-            self._pass = None
-            self._forget_discarded()
-            self._window().end_micro_batch()
-            # DDP changes .grad in a callback of its own, which may have been queued after this one.
-            record = functools.partial(self._discards.record, self._observed)
-            torch.autograd.Variable._execution_engine.queue_callback(record)
+    def _end_pass(self) -> None:
+        """End a backward pass, and with it the micro-batch."""
+        self._forget_discarded()
+        self._window().end_micro_batch()
+        # DDP changes .grad in a callback of its own, which may have been queued after this one.
+        record = functools.partial(self._discards.record, self._observed)
+        torch.autograd.Variable._execution_engine.queue_callback(record)
 
     def agree(self, optimizer: torch.optim.Optimizer) -> None:
         """Require that all ranks step; once, and after ``add_param_group()``, that they train the same. A collective.
@@ -335,7 +193,7 @@ class PlainObserver(GradientObserver):
         for param in self._observed:
             if param.grad is None:
                 self._forget(param)
-        if held := set().union(*self._unfinished.values()):
+        if held := self._passes.unfinished:
             raise RuntimeError(
                 f"a backward pass of this window broke off (an exception, such as running out of memory), and .grad of "
                 f"{len(held)} parameters, '{self._name_of(next(iter(held)))}' among them, holds a part of it. Call "
@@ -376,7 +234,7 @@ class PlainObserver(GradientObserver):
         """End the window with the step."""
         super().after_step()
         self.unused = False
-        self._unfinished.clear()
+        self._passes.clear()
         self._discards.clear()
         if self._moments is not None:
             self._moments.reset()

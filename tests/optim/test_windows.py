@@ -448,6 +448,19 @@ def test_no_step_with_a_part_of_a_backward_pass(then: str) -> None:
     assert torch.equal(model.b, before)
 
 
+def test_no_step_with_a_part_of_a_backward_pass_around_a_reentrant_checkpoint() -> None:
+    # the pass inside has ended when the one around it breaks off
+    model = Regression()
+    optimizer = VRSGD(model.named_parameters(), lr=0.5)
+    model.loss(0).backward()
+    before = model.b.detach().clone()
+    with pytest.raises(MemoryError):
+        checkpoint(lambda x: x @ model.b, OutOfMemory.apply(model.a), use_reentrant=True).sum().backward()
+    with pytest.raises(RuntimeError, match=r"broke off .*\.grad of 1 parameters, 'b' among them"):
+        optimizer.step()
+    assert torch.equal(model.b, before)
+
+
 @pytest.mark.parametrize("clear", [by_optimizer, by_optimizer_in_place, by_model])
 def test_a_window_that_begins_anew_after_a_backward_pass_that_broke_off(clear: Clear) -> None:
     model = Regression()

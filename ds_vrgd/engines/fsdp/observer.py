@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from ds_vrgd.engines.fsdp.exchange import UnitExchange
 from ds_vrgd.engines.fsdp.units import units_of
 from ds_vrgd.engines.patches import Patches
-from ds_vrgd.moments import Comparison, Moments, Ranks, ShardLayout, gathered, is_dtensor, local, weakly
+from ds_vrgd.moments import BackwardPasses, Comparison, Moments, Ranks, ShardLayout, gathered, is_dtensor, local, weakly
 from ds_vrgd.optim import VROptimizer, checks, find_optimizer, world
+from ds_vrgd.optim.gradient import GradientObserver
 from ds_vrgd.optim.observer import BadGradient
-from ds_vrgd.optim.plain import GradientObserver
 
 
 def attach(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -51,13 +51,13 @@ class FSDPObserver(GradientObserver):
         self._params = {param: unit for unit in self._units for param in unit.params}
         self._names: dict[Tensor, str] = {param: name for name, param in model.named_parameters()}
         self._exchanges: list[UnitExchange] = []
-        self._came: set[UnitExchange] = set()
+        self._passes = BackwardPasses(self._end_pass)
         if optimizer.watch is not None:
             unit, names = self._units[0], [self._names.get(param, "unnamed") for param in self._params]
             ranks = torch.distributed.get_process_group_ranks(unit.shard_group)
             self.comparison = Comparison(names, ranks, unit.shard_group, unit.ranks * unit.replicas)
-        self._is_open = self._told = self._is_retired = False
-        self._forwards = self._passes = self._parts = 0
+        self._told = self._is_retired = False
+        self._forwards = self._ended = self._parts = 0
         self.ranks = Ranks(self._units[0].device)
         # The window is dropped with the model's gradients, until detach() or as long as this lives.
         patches, handle = Patches(), model.register_forward_pre_hook(weakly(self._count_forward))
@@ -130,40 +130,22 @@ class FSDPObserver(GradientObserver):
 
     def _on_reduction(self, exchange: UnitExchange) -> None:
         """Open the backward pass at its first reduction, and forget what the program has thrown away."""
-        if not self._is_running():
-            self._refuse_broken_pass()
-            self._expect_end()
-        if exchange in self._came:
+        if self._passes.broke_off:
+            raise _broken_pass()
+        if not self._passes.take(exchange):
             raise RuntimeError(
                 f"FSDP2 reduces the gradients of '{exchange.unit.name}' twice in one backward pass, as it does where a "
                 "module runs twice in a forward pass, and half of a chunk is no chunk. Call fully_shard on the module "
                 "around both calls instead, so that one reduction has their sum"
             )
-        self._came.add(exchange)
         exchange.drop_discarded()
 
-    def _expect_end(self) -> None:
-        self._is_open = True
-        self._call_at_end(functools.partial(self._end_pass))
-
     def _end_pass(self) -> None:
-        self._pass, self._is_open = None, False
-        if not self._is_outermost(self._expect_end):
-            return
-        for exchange in self._came:
+        for exchange in self._passes.came:
             exchange.merge_alone()
             exchange.note_versions()
-            exchange.passes |= 1 << self._passes
-        self._passes += 1
-        self._came.clear()
-
-    def _refuse_broken_pass(self) -> None:
-        if self._is_open:
-            raise RuntimeError(
-                "a backward pass of this window broke off (an exception, such as running out of memory), and the "
-                "gradients hold a part of it. Where you catch the exception, call optimizer.zero_grad(), and "
-                "reset_iter_state() of the model if torch has it, and begin the window again."
-            )
+            exchange.passes |= 1 << self._ended
+        self._ended += 1
 
     # -- what the optimizer asks for in step() ------------------------------------------------------------------------
 
@@ -191,8 +173,8 @@ class FSDPObserver(GradientObserver):
                 f"{self._optimizer}: another optimizer has been attached to this model since, and sees its chunks. Use "
                 "one optimizer with several param groups, or attach this one again before the next backward pass"
             )
-        self._is_open = self._is_open or bool(self._came)  # it broke off where one inside it had just ended
-        self._refuse_broken_pass()
+        if self._passes.unfinished:
+            raise _broken_pass()
         if not self._parts:
             for exchange in self._exchanges:
                 exchange.drop_nones()
@@ -248,9 +230,8 @@ class FSDPObserver(GradientObserver):
                 self._optimizer, self._forwards, self._parts,
             )  # fmt: skip
         super().after_step()
-        self._forwards = self._passes = self._parts = 0
-        self._is_open, self._pass = False, None
-        self._came.clear()
+        self._forwards = self._ended = self._parts = 0
+        self._passes.clear()
         for exchange in self._exchanges:
             exchange.reset()
 
@@ -261,3 +242,11 @@ class FSDPObserver(GradientObserver):
             undo()
         for exchange in self._exchanges:
             exchange.detach()
+
+
+def _broken_pass() -> RuntimeError:
+    return RuntimeError(
+        "a backward pass of this window broke off (an exception, such as running out of memory), and the gradients "
+        "hold a part of it. Where you catch the exception, call optimizer.zero_grad(), and reset_iter_state() of the "
+        "model if torch has it, and begin the window again."
+    )

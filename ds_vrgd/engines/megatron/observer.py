@@ -15,8 +15,8 @@ from ds_vrgd.engines.patches import Patches
 from ds_vrgd.engines.stages import StageStatistics
 from ds_vrgd.moments import SUM_DTYPE, Comparison, Layer, Moments, Segment, ShardLayout, gathered, weakly
 from ds_vrgd.optim import VROptimizer, checks, world
+from ds_vrgd.optim.gradient import GradientObserver
 from ds_vrgd.optim.observer import Observer
-from ds_vrgd.optim.plain import GradientObserver
 
 
 @dataclass(frozen=True)
