@@ -81,7 +81,8 @@ class ReplicatedMoments:
         self._held: dict[Tensor, _Held] = {}
         self._flats: list[tuple[Tensor, Tensor]] = []
         self._counts_all = counts_all or sequences is not None
-        self._chunks, self._micro_batches, self._merged = 0, 0, False
+        self._micro_batches = 0
+        self._merged: int | None = None  # micro-batches in the moments, when they are those of all ranks
 
     def observe(self, params: Sequence[Tensor]) -> None:
         """Observe these parameters from now on, in the same order on all ranks; new ones had a gradient of 0 so far."""
@@ -165,7 +166,7 @@ class ReplicatedMoments:
         Raises:
             RuntimeError: on all ranks, where they observe different parameters or unequal numbers of micro-batches.
         """
-        if not self._merged:
+        if self._merged is None:
             if not self._counts_all:  # else whoever counts ends each micro-batch
                 self.end_micro_batch()
             # Not the most chunks of one parameter: branches may take turns, and none be in every micro-batch.
@@ -180,9 +181,8 @@ class ReplicatedMoments:
                     merge_ranks_(total, m2, max(local, 1), 1, self._group)
                     if self._sharing > 1:  # ranks that hold the same chunks count the squares once each
                         m2.div_(self._sharing)
-            self._chunks = local * self.chunks_at_once
-            self._merged = True
-        return self._chunks
+            self._merged = local
+        return self._merged * self.chunks_at_once
 
     def _check_equal(self, local: int) -> None:
         """Raise on every rank where the ranks differ in their number of micro-batches, or in what they observe."""
@@ -205,7 +205,7 @@ class ReplicatedMoments:
     def moments(self, tensor: Tensor) -> Moments:
         """Return the moments of one parameter, flat, over all k chunks; after :meth:`finish`."""
         held = self._held[tensor]
-        return Moments(held.total, held.m2, max(self._chunks // self.chunks_at_once, 1))
+        return Moments(held.total, held.m2, self._merged or 1)
 
     @property
     def any_chunks(self) -> bool:
@@ -227,7 +227,7 @@ class ReplicatedMoments:
             held.micro_batches, held.pending = 0, None
         if self._norms is not None:
             self._norms.clear()
-        self._chunks, self._micro_batches, self._merged = 0, 0, False
+        self._micro_batches, self._merged = 0, None
 
     def detach(self) -> None:
         """Release all memory for good."""

@@ -125,11 +125,10 @@ class VROptimizer(Rule, torch.optim.Optimizer):
         self.layer_statistics: list[LayerStatistics] = []
         self._statistics_window = self._judged_window = -1
         self._counts: list[Tensor] = []
-        self._warned_few_chunks = self._warned_one_chunk = self._warned_no_gradient = False
+        self._warned_few_chunks = self._warned_no_gradient = False
         self._announced = self.overflow = False
-        self._k = 0
         self._had_ratio = False  # whether a window has had a variance
-        self._first_without = -1  # the first window that had none
+        self._first_without = -1  # the first window that had none, which was warned about
         self.recorder = RankRecorder(type(self).__name__, self.watch) if self.watch is not None else None
 
     # -- observation and param groups ---------------------------------------------------------------------------------
@@ -344,13 +343,13 @@ class VROptimizer(Rule, torch.optim.Optimizer):
             shard.layout = self.observer.layout(shard.param)
         reduced = [shard for shard in shards if shard.group["gamma"] < 1.0]
         plain = [shard for shard in shards if shard.group["gamma"] == 1.0]
-        self._k = self._chunks(reduced) if reduced else 0
+        k = self._chunks(reduced) if reduced else 0
         single, measured, moments = [], [], []
         for shard in shards:
             of_shard = self.observer.moments(shard.param) if shard.group["gamma"] < 1.0 else None
             gradient, shard.scale = self.observer.gradient(shard, of_shard)
             shard.grad = gradient if gradient.shape == shard.tensor.shape else gradient.view_as(shard.tensor)
-            if of_shard is not None and self._k // shard.layout.share < 2:
+            if of_shard is not None and k // shard.layout.share < 2:
                 single.append(shard)
             elif of_shard is not None:
                 measured.append(shard)
@@ -359,7 +358,7 @@ class VROptimizer(Rule, torch.optim.Optimizer):
         self._scale_by_known_ratio(single)
         summed = plain if self.sums_layers else []
         passes = [
-            passes_over(self, alike, self.table(alike), of_alike, self._k)
+            passes_over(self, alike, self.table(alike), of_alike, k)
             for alike, of_alike in ((single, []), (measured, moments), (summed, []))
             if alike
         ]
@@ -398,7 +397,7 @@ class VROptimizer(Rule, torch.optim.Optimizer):
         passes.begin()
         shards, table = passes.shards, passes.table
         if passes.moments:
-            passes.normalize(self._sum_statistics(shards, table, *passes.ratio_sums()))
+            passes.normalize(self._sum_statistics(passes))
         trust = None
         if self.sums_layers:
             sums = passes.measure()
@@ -447,8 +446,8 @@ class VROptimizer(Rule, torch.optim.Optimizer):
             self._announced = True
             self.observer.announce(name, in_all)
         checks.require_chunks(name, in_all, always_one=not self._had_ratio and 0 <= self._first_without < window)
-        if k == 1 and not self._warned_one_chunk:
-            self._warned_one_chunk, self._first_without = True, window
+        if k == 1 and self._first_without < 0:
+            self._first_without = window
             known = self.averages_ratio and any(shard.has_average for shard in shards)
             ratio = "the averaged ratio of the windows before it" if known else "r = gamma"
             world.warn(
@@ -466,17 +465,17 @@ class VROptimizer(Rule, torch.optim.Optimizer):
 
     # -- sums over whole layers, wherever their elements are ----------------------------------------------------------
 
-    def _sum_statistics(
-        self, shards: Sequence[Shard], table: LayerTable, raw: Tensor, square: Tensor, m2: Tensor
-    ) -> Tensor:
-        """Sum this rank's columns over the ranks, keep the statistics, and return what divides each layer's ratio."""
-        columns = [(table, column) for column in (raw, square, m2 * table.shares / self._k)]
+    def _sum_statistics(self, passes: TorchPasses | KernelPasses) -> Tensor:
+        """Sum what was measured over the ranks, keep the statistics, and return what divides each layer's ratio."""
+        shards, table, k = passes.shards, passes.table, passes.k
+        raw, square, m2 = passes.ratio_sums()
+        columns = [(table, column) for column in (raw, square, m2 * table.shares / k)]
         raw_sum, square_sum, variance_sum = self._sum_over_ranks(columns)
         mean, divisor = gsnr.layer_mean(raw_sum, square_sum, table.numels)
-        unit = self.observer.unit(self._k) ** 2
+        unit = self.observer.unit(k) ** 2
         gammas = [shard.group["gamma"] for shard in shards for _ in shard.layout.layers]
         gamma = torch.tensor(gammas, dtype=torch.float64, device="cpu")
-        found = LayerStatistics(table, self._k, gamma, mean, square_sum * unit, variance_sum * unit)
+        found = LayerStatistics(table, k, gamma, mean, square_sum * unit, variance_sum * unit)
         self.layer_statistics.append(found)
         return divisor
 
