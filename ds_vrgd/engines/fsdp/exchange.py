@@ -66,7 +66,6 @@ class UnitExchange:
         self._alone: tuple[Tensor, Tensor, Any] | None = None
         self._sent: Tensor | None = None
         self._result: Tensor | None = None
-        self._allocated = 0
         unit.module.set_custom_reduce_scatter(self)  # type: ignore[arg-type]
 
     def detach(self) -> None:
@@ -83,26 +82,22 @@ class UnitExchange:
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return memory for FSDP2: first for the buffer to be sent, then for what stays of it on this rank."""
-        self._allocated += 1
-        if self._allocated == 1:
-            buffer = torch.empty(*size, dtype=dtype, device=device)
-            self._sent = buffer if self.unit.ranks == 1 else None
-            return buffer
-        self._allocated = 0
+        if self._sent is None:
+            self._sent = torch.empty(*size, dtype=dtype, device=device)
+            return self._sent
+        sent, self._sent = self._sent, None
         # The result is not rounded to the dtype of the wire: FSDP2 casts it to the parameters', or leaves it.
         result = torch.empty(*size, dtype=torch.promote_types(dtype, torch.float32), device=device)
-        if (sent := self._sent) is not None:  # FSDP2 copies the buffer of a single rank, and calls nobody
+        if self.unit.ranks == 1:  # FSDP2 copies the buffer of a single rank, and calls nobody
             if (reduces := self._reduces()) is not None:
                 reduces(self)  # which may forget the window, but not this micro-batch
             self._alone = sent, result, torch.accelerator.current_stream() if device.type != "cpu" else None
-            self._sent = None
         return result
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False
     ) -> None:
         """Exchange one micro-batch, merge it, and write the ranks' sum or mean to ``output_tensor``."""
-        self._allocated = 0
         if (reduces := self._reduces()) is not None:
             if self._alone is None:  # else allocate() has reported it: torch 2.9 calls this with a single rank, too
                 reduces(self)
@@ -264,8 +259,8 @@ class UnitExchange:
 
     def reset(self) -> None:
         """Begin the next window."""
-        self._held, self.parts, self.passes, self._allocated = None, 0, 0, 0
-        self._sent, self._alone, self._result = None, None, None
+        self.parts = self.passes = 0
+        self._held = self._sent = self._alone = self._result = None
         self._views = {}
         self._versions.clear()
 

@@ -48,17 +48,30 @@ class FSDPObserver(GradientObserver):
                     f"'{unit.name}' reduces its gradients by {kind}, which somebody has set "
                     "(set_custom_reduce_scatter, or memory of the process group), and there can be one. Leave it out"
                 )
-        self._params = {param: unit for unit in self._units for param in unit.params}
         self._names: dict[Tensor, str] = {param: name for name, param in model.named_parameters()}
-        self._exchanges: list[UnitExchange] = []
-        self._passes = BackwardPasses(self._end_pass)
+        self._params = {param: unit for unit in self._units for param in unit.params}
+        self._require_sharded(optimizer.param_groups)
+        self._layouts = {param: ShardLayout.of(self._names.get(param, "unnamed"), param) for param in self._params}
+        unit = self._units[0]
         if optimizer.watch is not None:
-            unit, names = self._units[0], [self._names.get(param, "unnamed") for param in self._params]
             ranks = torch.distributed.get_process_group_ranks(unit.shard_group)
+            names = [self._name_of(param) for param in self._params]
             self.comparison = Comparison(names, ranks, unit.shard_group, unit.ranks * unit.replicas)
+        layers = {
+            param: (index, layout.segments[0].first if layout.segments else 0)
+            for index, (param, layout) in enumerate(self._layouts.items())
+        }
+        self._exchanges = [
+            UnitExchange(
+                unit, self._on_reduction, self._norms, observed=False, comparison=self.comparison, layers=layers
+            )
+            for unit in self._units
+        ]
+        self._exchange_of = {param: exchange for exchange in self._exchanges for param in exchange.unit.params}
+        self._passes = BackwardPasses(self._end_pass)
         self._told = self._is_retired = False
         self._forwards = self._ended = self._parts = 0
-        self.ranks = Ranks(self._units[0].device)
+        self.ranks = Ranks(unit.device)
         # The window is dropped with the model's gradients, until detach() or as long as this lives.
         patches, handle = Patches(), model.register_forward_pre_hook(weakly(self._count_forward))
         patches.follow(model, "zero_grad", after=weakly(self.drop))
@@ -77,25 +90,12 @@ class FSDPObserver(GradientObserver):
 
         An open window stays open: its gradients are still in ``.grad``, so its chunks are kept.
         """
+        self._require_sharded(groups)
         observed = {param for group in groups if group["gamma"] < 1.0 for param in group["params"]}
-        for group in groups:
-            self._require_sharded(group)
-        self._layouts = {param: ShardLayout.of(self._names.get(param, "unnamed"), param) for param in self._params}
-        layers = {
-            param: (index, layout.segments[0].first if layout.segments else 0)
-            for index, (param, layout) in enumerate(self._layouts.items())
-        }
-        self._exchanges = self._exchanges or [
-            UnitExchange(
-                unit, self._on_reduction, self._norms, observed=False, comparison=self.comparison, layers=layers
-            )
-            for unit in self._units
-        ]
         for exchange in self._exchanges:
             if exchange.observed == observed.isdisjoint(exchange.unit.params):
                 exchange.reset()
                 exchange.observed = not exchange.observed
-        self._exchange_of = {param: exchange for exchange in self._exchanges for param in exchange.unit.params}
         self._ranks_agree = False
         return True
 
@@ -105,26 +105,26 @@ class FSDPObserver(GradientObserver):
         Raises:
             ValueError: GSNR is on in the group.
         """
-        self._require_sharded(group)
+        self._require_sharded([group])
         if group["gamma"] < 1.0 and any(not self._exchange_of[p].observed for p in group["params"] if p.requires_grad):
             super().add_group(group)
         self._ranks_agree = False
 
-    def _require_sharded(self, group: dict[str, Any]) -> None:
+    def _require_sharded(self, groups: Sequence[dict[str, Any]]) -> None:
         """Require that the parameters whose chunks are wanted are the model's sharded ones."""
-        for param in group["params"]:
-            if group["gamma"] < 1.0 and param.requires_grad and param not in self._params:
-                name = self._names.get(param)
+        for param in (param for group in groups if group["gamma"] < 1.0 for param in group["params"]):
+            if not param.requires_grad or param in self._params:
+                continue
+            name = self._names.get(param)
+            if name is not None and not is_dtensor(param):
                 raise ValueError(
-                    f"{self._optimizer}: "
-                    + (
-                        f"'{name}' is in no module that fully_shard was called on, and nobody reduces its gradient. "
-                        "Call fully_shard on the model itself, too"
-                        if name is not None and not is_dtensor(param)
-                        else "a parameter of the optimizer is not one of the model's sharded parameters. Make the "
-                        "optimizer after fully_shard, over model.parameters()"
-                    )
+                    f"{self._optimizer}: '{name}' is in no module that fully_shard was called on, and nobody reduces "
+                    "its gradient. Call fully_shard on the model itself, too"
                 )
+            raise ValueError(
+                f"{self._optimizer}: a parameter of the optimizer is not one of the model's sharded parameters. Make "
+                "the optimizer after fully_shard, over model.parameters()"
+            )
 
     # -- what FSDP2 reports -------------------------------------------------------------------------------------------
 

@@ -76,10 +76,10 @@ class Unit:
             if whole is not None and whole.requires_grad != is_trained:
                 whole.requires_grad_(is_trained)
 
-    def reduce_unused(self, value: bool | None = None) -> bool:
-        """Return whether a parameter without a gradient counts as zeros in the buffer, and set it to ``value``."""
+    def reduce_unused(self, value: bool) -> bool:
+        """Set whether a parameter without a gradient counts as zeros in the buffer; return whether it did."""
         before = bool(getattr(self._group, "reduce_scatter_unused_params", False))
-        if value is not None and hasattr(FSDPModule, "set_reduce_scatter_unused_params"):  # torch >= 2.13
+        if hasattr(FSDPModule, "set_reduce_scatter_unused_params"):  # torch >= 2.13
             self.module.set_reduce_scatter_unused_params(value, recurse=False)
         return before
 
