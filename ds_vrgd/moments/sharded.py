@@ -9,6 +9,7 @@ The wire carries the gradient itself, in its own dtype: (N-1)/N of its bytes, as
 
 from __future__ import annotations
 
+import functools
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -138,9 +139,8 @@ class ShardedMoments:
                     runs.append((start - base, own[rank], index[route.param], before))
         return runs
 
-    def _compare_nodes(self, bucket: Bucket, totals: Tensor) -> None:
-        groups, across = self._groups, self.comparison and self.comparison.across
-        assert across is not None
+    def _compare_nodes(self, across: Comparison, bucket: Bucket, totals: Tensor) -> None:
+        groups = self._groups
         base = sum(bucket.regions[groups.index : groups.rank : groups.per_node])
         across.add(totals, bucket, lambda: self._runs(bucket, [groups.rank], base))
 
@@ -157,8 +157,8 @@ class ShardedMoments:
         else:
             chunks = len(self._rows) or self._groups.per_node
             self._store = NodeStore(self._buckets, self._groups, self._streams, chunks, variance=self._variance)
-            if self.comparison is not None:
-                self._store.compare = self._compare_nodes
+            if self.comparison is not None and self.comparison.across is not None:
+                self._store.compare = functools.partial(self._compare_nodes, self.comparison.across)
 
     def _buffer(self, purpose: str, bucket: Bucket) -> Buffer:
         """Return a buffer that is large enough ``"to send"`` or ``"to receive"`` any bucket of this dtype."""
