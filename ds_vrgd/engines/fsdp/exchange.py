@@ -61,12 +61,17 @@ class UnitExchange:
         self._slots: list[tuple[Tensor, int, int]] = []
         self._slots_of: Any = None
         self._versions: dict[Tensor, int] = {}
-        self._before = unit.communication
-        self._reduced_unused = unit.reduce_unused(True)
         self._alone: tuple[Tensor, Tensor, Any] | None = None
         self._sent: Tensor | None = None
         self._result: Tensor | None = None
-        unit.module.set_custom_reduce_scatter(self)  # type: ignore[arg-type]
+
+    def install(self) -> None:
+        """Take the place of what reduces the unit's gradients; an exchange there is detached, with its observer."""
+        if isinstance(earlier := self.unit.communication, UnitExchange):
+            owner = earlier._reduces()
+            (earlier if owner is None else owner.__self__).detach()
+        self._before, self._reduced_unused = self.unit.communication, self.unit.reduce_unused(True)
+        self.unit.module.set_custom_reduce_scatter(self)  # type: ignore[arg-type]
 
     def detach(self) -> None:
         """Give the unit its own communication back."""
@@ -74,11 +79,6 @@ class UnitExchange:
             self.unit.module.set_custom_reduce_scatter(self._before)
             self.unit.reduce_unused(self._reduced_unused)
         self.reset()
-
-    def retire(self) -> None:
-        """Detach the observer whose exchange this is: another one takes its place."""
-        owner = self._reduces()
-        (self if owner is None else owner.__self__).detach()
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return memory for FSDP2: first for the buffer to be sent, then for what stays of it on this rank."""

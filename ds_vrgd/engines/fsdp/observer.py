@@ -41,21 +41,18 @@ class FSDPObserver(GradientObserver):
         super().__init__()
         self._optimizer, self._units = type(optimizer).__name__, units_of(model)
         for unit in self._units:
-            if isinstance(earlier := unit.communication, UnitExchange):
-                earlier.retire()
-            elif (kind := type(earlier).__name__) != "DefaultReduceScatter":
+            kind = type(unit.communication)
+            if kind is not UnitExchange and kind.__name__ != "DefaultReduceScatter":
                 raise ValueError(
-                    f"'{unit.name}' reduces its gradients by {kind}, which somebody has set "
+                    f"'{unit.name}' reduces its gradients by {kind.__name__}, which somebody has set "
                     "(set_custom_reduce_scatter, or memory of the process group), and there can be one. Leave it out"
                 )
         self._names: dict[Tensor, str] = {param: name for name, param in model.named_parameters()}
-        self._params = {param: unit for unit in self._units for param in unit.params}
-        self._require_sharded(optimizer.param_groups)
-        self._layouts = {param: ShardLayout.of(self._names.get(param, "unnamed"), param) for param in self._params}
-        unit = self._units[0]
+        params, unit = [param for unit in self._units for param in unit.params], self._units[0]
+        self._layouts = {param: ShardLayout.of(self._names.get(param, "unnamed"), param) for param in params}
         if optimizer.watch is not None:
             ranks = torch.distributed.get_process_group_ranks(unit.shard_group)
-            names = [self._name_of(param) for param in self._params]
+            names = [self._name_of(param) for param in params]
             self.comparison = Comparison(names, ranks, unit.shard_group, unit.ranks * unit.replicas)
         layers = {
             param: (index, layout.segments[0].first if layout.segments else 0)
@@ -68,6 +65,9 @@ class FSDPObserver(GradientObserver):
             for unit in self._units
         ]
         self._exchange_of = {param: exchange for exchange in self._exchanges for param in exchange.unit.params}
+        self.reload(optimizer.param_groups)  # which may refuse them
+        for exchange in self._exchanges:
+            exchange.install()
         self._passes = BackwardPasses(self._end_pass)
         self._told = self._is_retired = False
         self._forwards = self._ended = self._parts = 0
@@ -76,7 +76,6 @@ class FSDPObserver(GradientObserver):
         patches, handle = Patches(), model.register_forward_pre_hook(weakly(self._count_forward))
         patches.follow(model, "zero_grad", after=weakly(self.drop))
         self._unfollow = [weakref.finalize(self, handle.remove), weakref.finalize(self, patches.undo)]
-        self.reload(optimizer.param_groups)
 
     def _count_forward(self, model: nn.Module, inputs: Any) -> None:
         self._forwards += torch.is_grad_enabled() and model.training
@@ -113,7 +112,7 @@ class FSDPObserver(GradientObserver):
     def _require_sharded(self, groups: Sequence[dict[str, Any]]) -> None:
         """Require that the parameters whose chunks are wanted are the model's sharded ones."""
         for param in (param for group in groups if group["gamma"] < 1.0 for param in group["params"]):
-            if not param.requires_grad or param in self._params:
+            if not param.requires_grad or param in self._exchange_of:
                 continue
             name = self._names.get(param)
             if name is not None and not is_dtensor(param):
@@ -151,7 +150,7 @@ class FSDPObserver(GradientObserver):
 
     def announce(self, optimizer: str, k: int) -> None:
         """Report k, units, layers and parameters on the first rank."""
-        ranks, numels = k // self._parts, [param.numel() for param in self._params if param.requires_grad]
+        ranks, numels = k // self._parts, [param.numel() for param in self._exchange_of if param.requires_grad]
         world.announce(
             f"{optimizer}: k = {k} ({ranks} rank{'s' * (ranks > 1)} x {self._parts} micro-batch"
             f"{'es' * (self._parts > 1)}) in the first step; FSDP2, the exchange in place of its reduce-scatter; "
@@ -204,7 +203,7 @@ class FSDPObserver(GradientObserver):
         layers = {each.unit.name: [self._name_of(param) for param in each.bad()] for each in self._exchanges}
         group = world.group()
         everyone = gathered(layers, group)
-        found = checks.gather_bad(self._norms, lambda param: self._params[param].name, group)
+        found = checks.gather_bad(self._norms, lambda param: self._exchange_of[param].unit.name, group)
         return [
             BadGradient(bad.rank, bad.micro_batch, layer, bad.kind)
             for bad in found

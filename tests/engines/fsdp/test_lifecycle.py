@@ -387,6 +387,7 @@ def attached_again() -> dict[str, Any]:
     first.zero_grad()
     second = VRLAMB(param_groups(model, adapt=False), **CASE.hyper())
     ds_vrgd.attach(model, second)
+    refused = error(lambda: ds_vrgd.attach(model, VRLAMB(make_model().parameters())))  # and the second one stays
     window(CASE, model, 1)
     held = [
         sum(moment.nbytes for exchange in of.observer._exchanges for moment in exchange._held or ())
@@ -407,7 +408,8 @@ def attached_again() -> dict[str, Any]:
     third.observer.detach()
     left = {type(group._reduce_scatter_comm).__name__ for module in model.modules() if isinstance(module, FSDPModule)
             for group in _groups(module)}  # fmt: skip
-    return {"retired": retired, "held": held, "k": statistics, "gone": alive() is None, "mean": mean, "left": left,
+    return {"refused": refused,
+            "retired": retired, "held": held, "k": statistics, "gone": alive() is None, "mean": mean, "left": left,
             "zero_grad": "zero_grad" in vars(model),
             "hooks": len(model._forward_pre_hooks) - len(sharded(CASE)._forward_pre_hooks)}  # fmt: skip
 
@@ -684,6 +686,7 @@ def test_another_optimizer_takes_the_place_of_the_first(found: list[dict[str, An
     for of_rank in found:
         again = of_rank["again"]
         assert "another optimizer has been attached to this model since" in again["retired"]
+        assert "is not one of the model's sharded parameters" in again["refused"]
         assert again["held"][0] == 0
         assert again["held"][1] > 0
         assert again["k"] == CASE.k
