@@ -171,15 +171,14 @@ class RankWatch:
 
     def _is_new(self, event: RankEvent) -> bool:
         """Return whether an event is to be told, and remember that it was."""
-        fault = event.fault if event.confidence == 1.0 else ""
-        named = [self._told.get((rank, fault), -QUIET) for rank in (event.rank, *event.peers)]
-        is_new = max(named) <= self.steps - QUIET
-        if is_new:
-            for rank in (event.rank, *event.peers):
-                self._told[rank, fault] = self._told[rank, ""] = self.steps
-            if event.fault not in ("element", "nonfinite"):  # which pass, as a rule
-                self._out |= dict.fromkeys((event.rank, *event.peers)[-1:], self.steps)
-        return is_new
+        fault, ranks = event.fault if event.confidence == 1.0 else "", (event.rank, *event.peers)
+        if any(self._told.get((rank, fault), -QUIET) > self.steps - QUIET for rank in ranks):
+            return False
+        for rank in ranks:
+            self._told[rank, fault] = self._told[rank, ""] = self.steps
+        if event.fault not in ("element", "nonfinite"):  # which pass, as a rule
+            self._out[ranks[-1]] = self.steps
+        return True
 
     # -- what needs no statistics -------------------------------------------------------------------------------------
 
@@ -196,10 +195,8 @@ class RankWatch:
     def _identical(self, report: RankReport) -> list[RankEvent]:
         """Return the groups of ranks whose gradients are the same in every layer, or nearly so in nearly all."""
         k = len(report.ranks)
-        spread = report.distances.square()
-        spread = spread[:, :, None] + spread[:, None, :]
-        size = report.norms.square()
-        size = size[:, :, None] + size[:, None, :]
+        squares = report.distances.square(), report.norms.square()
+        spread, size = (square[:, :, None] + square[:, None, :] for square in squares)
         live = size > 0.0
         # Beside a far larger gradient all small ones are equally far from the mean; and where the noise is small, all
         # gradients are near each other.
