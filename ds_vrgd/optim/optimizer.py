@@ -19,7 +19,7 @@ from ds_vrgd.optim.observer import AVERAGE, NOT_LOADED, RATIOS, LayerStatistics,
 from ds_vrgd.optim.passes import KernelPasses, Rule, TorchPasses, passes_over
 from ds_vrgd.optim.plain import PlainObserver
 from ds_vrgd.optim.ranks import RankEvent, RankRecorder
-from ds_vrgd.optim.state import cast_averages, fitted
+from ds_vrgd.optim.state import cast_averages, fitted, lacks_average
 from ds_vrgd.optim.trust import of_layers
 
 FEW_CHUNKS = 8
@@ -202,14 +202,16 @@ class VROptimizer(Rule, torch.optim.Optimizer):
     # -- saved state --------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state as torch does; for DTensors with the number of ratios, also where the steps count them.
+        """Return the state as torch does, in two cases with the number of ratios, also where the steps count them.
 
-        ``torch.distributed.checkpoint`` loads what a new optimizer has, and would leave out a number that it lacks.
+        For DTensors: ``torch.distributed.checkpoint`` loads what a new optimizer has, and would leave out a number that
+        it lacks. And where a base optimizer's checkpoint was loaded: no average is missing before the next step.
         """
         saved = super().state_dict()
-        params = [param for group in self.param_groups for param in group["params"]]
+        pairs = [(group, param) for group in self.param_groups for param in group["params"]]
         for index, state in saved["state"].items():
-            if AVERAGE in state and is_dtensor(params[index]):
+            group, param = pairs[index]
+            if (AVERAGE in state and is_dtensor(param)) or lacks_average(self, group, state):
                 saved["state"][index] = {RATIOS: int(state["step"]) or NOT_LOADED} | state
         return saved
 

@@ -57,7 +57,7 @@ def fitted(rule: Rule, saved: Mapping[str, Any]) -> tuple[StateDict, list[str]]:
             if "step" not in had and "step" in group and had:
                 had["step"] = group["step"]  # where DeepSpeed's FusedAdam counts
             fit = _fit_state(rule, group, tensor, had, averaged_before=was_on)
-            begins = _lacks_average(rule, group, fit)
+            begins = lacks_average(rule, group, fit)
             dropped = dropped or (AVERAGE in had and AVERAGE not in fit and not begins)
             began = began or begins
             if fit:
@@ -74,7 +74,8 @@ def fitted(rule: Rule, saved: Mapping[str, Any]) -> tuple[StateDict, list[str]]:
     return {**saved, "state": state, "param_groups": groups}, remarks
 
 
-def _lacks_average(rule: Rule, group: StateDict, state: StateDict) -> bool:
+def lacks_average(rule: Rule, group: StateDict, state: StateDict) -> bool:
+    """Return whether a tensor's state has steps, and no running mean of the ratio, which its group wants."""
     averages = rule.averages_ratio and group["gamma"] < 1.0
     return averages and AVERAGE not in state and float(state.get("step", 0.0)) > 0.0
 
@@ -116,7 +117,7 @@ def _fit_state(rule: Rule, group: StateDict, tensor: Tensor, had: StateDict, *, 
     if not fit:
         return fit
     missing = [key for key in expected if key not in fit]
-    if averaged_before and RATIOS not in fit and _lacks_average(rule, group, fit):
+    if averaged_before and RATIOS not in fit and lacks_average(rule, group, fit):
         missing.append(AVERAGE)
     if missing:
         raise ValueError(

@@ -92,9 +92,10 @@ def test_a_base_optimizers_checkpoint_goes_on_with_a_new_average(name: str) -> N
     assert loaded["param_groups"][0]["gamma"] == 0.1
     assert loaded["param_groups"][1].get("adapt", False) is False  # of the group, not the default
     for key, own in state["state"].items():
-        assert set(loaded["state"][key]) == {"step", "exp_avg", "exp_avg_sq"}
+        assert set(loaded["state"][key]) == {"step", "exp_avg", "exp_avg_sq", "gsnr_step"}
         assert all(torch.equal(loaded["state"][key][entry], own[entry]) for entry in ("exp_avg", "exp_avg_sq"))
         assert torch.equal(loaded["state"][key]["step"], torch.tensor(float(BEFORE)))
+    assert load(training.optimizer, loaded) == said  # saved again before any step
     take_over(training)
     for step in range(BEFORE, BEFORE + AFTER):
         training.step(step)

@@ -87,7 +87,9 @@ def to_and_fro(rank: int, folder: Path) -> dict[str, Any]:
 
         engine = engine_of(case, ours)
         said = load(engine, folder / name / "base")
-        answer: dict[str, Any] = {"begins": said, "moments": differences(saved, moments(engine))}
+        engine.save_checkpoint(str(folder / name / "no step"))
+        again = load(engine, folder / name / "no step")
+        answer: dict[str, Any] = {"begins": said, "begins_again": again, "moments": differences(saved, moments(engine))}
         if case.dtype == "fp32":
             answer["error"] = go_on(engine, case, rank)
         else:
@@ -126,7 +128,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 def test_moments_go_on_and_the_average_begins_anew(found: list[dict[str, Any]], name: str) -> None:
     for rank, of_rank in enumerate(found):
         assert of_rank[name]["moments"] == []
-        for said in ("begins", "begins_universal"):
+        for said in ("begins", "begins_again", "begins_universal"):
             assert len(of_rank[name].get(said, [BEGINS][: 1 - rank])) == 1 - rank  # once, on the first rank
             assert all(BEGINS in text for text in of_rank[name].get(said, []))
         assert of_rank[name].get("error", 0.0) <= 8e-7
