@@ -205,8 +205,7 @@ class GSNRCallback(TrainerCallback):  # type: ignore[misc]
         if logs is None or "loss" not in logs:
             return
         optimizer = find_optimizer(self._trainer.optimizer)
-        skipped = optimizer.overflow or self._trainer.accelerator.optimizer_step_was_skipped
-        if optimizer.layer_statistics and not skipped:
+        if optimizer.layer_statistics and not _was_skipped(self._trainer):
             stats = gsnr_stats(optimizer)
             means = {name: mean for name, mean in vars(stats.means()).items() if mean is not None}
             record = {"gsnr_k": stats.k} | {f"gsnr_{name}": mean for name, mean in means.items()}
@@ -222,7 +221,8 @@ class RankCallback(TrainerCallback):  # type: ignore[misc]
 
     ``trainer.add_callback(RankCallback(trainer))``. ``rank_norm_3``, ``rank_cosine_3`` and ``rank_deviation_3`` are
     those of rank 3 in the last step (``RankReport.whole``), and ``rank_events`` is the number of events since the last
-    record. The ranks are those that are compared with the one that logs: those of its node. docs/RANKS.md.
+    record. The ranks are those that are compared with the one that logs: those of its node. A skipped step logs none.
+    docs/RANKS.md.
     """
 
     def __init__(self, trainer: Trainer) -> None:
@@ -233,10 +233,18 @@ class RankCallback(TrainerCallback):  # type: ignore[misc]
         recorder = find_optimizer(self._trainer.optimizer).recorder
         if logs is None or "loss" not in logs or recorder is None or recorder.report is None:
             return
+        if _was_skipped(self._trainer):
+            return
         record = {"rank_events": float(len(recorder.news()))}
         for name, values in zip(("norm", "cosine", "deviation"), recorder.report.whole(), strict=True):
             record |= {f"rank_{name}_{rank}": v for rank, v in zip(recorder.report.ranks, values, strict=True)}
         self._trainer.log(record)
+
+
+def _was_skipped(trainer: Trainer) -> bool:
+    """Return whether the last step was skipped: what was measured is that of the step before."""
+    overflow = find_optimizer(trainer.optimizer).overflow
+    return bool(overflow or trainer.accelerator.optimizer_step_was_skipped)
 
 
 def arguments_of(cls_and_kwargs: tuple[Any, dict[str, Any]] | None) -> dict[str, Any] | None:

@@ -16,7 +16,8 @@ hf = pytest.importorskip("ds_vrgd.hf")
 def test_ranks_are_logged_after_the_loss_with_the_number_of_events() -> None:
     optimizer = ds_vrgd.LAMB([torch.nn.Parameter(torch.ones(2))], watch=lambda event: None)
     logged: list[dict[str, Any]] = []
-    callback = hf.RankCallback(SimpleNamespace(optimizer=optimizer, log=logged.append))
+    accelerator = SimpleNamespace(optimizer_step_was_skipped=False)
+    callback = hf.RankCallback(SimpleNamespace(optimizer=optimizer, log=logged.append, accelerator=accelerator))
     callback.on_log(None, None, None, logs={"loss": 1.0})
     assert logged == []  # before the first step
     generator = torch.Generator().manual_seed(0)
@@ -26,7 +27,10 @@ def test_ranks_are_logged_after_the_loss_with_the_number_of_events() -> None:
     optimizer.recorder.report = ds_vrgd.RankReport.of_gradients(gradients)
     optimizer.recorder._act(ds_vrgd.RankWatch().update(optimizer.recorder.report))
     callback.on_log(None, None, None, logs={"learning_rate": 0.1})
+    accelerator.optimizer_step_was_skipped = True
+    callback.on_log(None, None, None, logs={"loss": 1.0})
     assert logged == []
+    accelerator.optimizer_step_was_skipped = False
     for _ in range(2):
         callback.on_log(None, None, None, logs={"loss": 1.0})
     first, second = logged

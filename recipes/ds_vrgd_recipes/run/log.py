@@ -204,16 +204,18 @@ def gsnr_record(engine: Any) -> Record | None:
 def ranks_record(engine: Any) -> Record | None:
     """Return the ranks side by side at the last update, in three digits; None where nobody watches them.
 
-    ``ranks``, their ``norm``, ``cosine`` and ``deviation`` (:meth:`ds_vrgd.RankReport.whole`); the new
-    ``events``, in words, where there are some.
+    ``ranks``, their ``norm``, ``cosine`` and ``deviation`` (:meth:`ds_vrgd.RankReport.whole`), unless the update was
+    skipped; the new ``events``, in words, where there are some.
     """
     recorder = getattr(getattr(engine, "basic_optimizer", None), "recorder", None)
-    if recorder is None or recorder.report is None:
+    if recorder is None:
         return None
-    columns = zip(_OF_RANKS, recorder.report.whole(), strict=True)
-    rounded = {name: [float(f"{value:.3g}") for value in column] for name, column in columns}
-    record = {"ranks": list(recorder.report.ranks), **rounded}
-    return record | ({"events": [str(event) for event in news]} if (news := recorder.news()) else {})
+    record: Record = {}
+    if recorder.report is not None and not _was_skipped(engine):
+        columns = zip(_OF_RANKS, recorder.report.whole(), strict=True)
+        rounded = {name: [float(f"{value:.3g}") for value in column] for name, column in columns}
+        record = {"ranks": list(recorder.report.ranks), **rounded}
+    return (record | ({"events": [str(event) for event in news]} if (news := recorder.news()) else {})) or None
 
 
 def layers_record(engine: Any) -> Record | None:
@@ -230,12 +232,17 @@ def layers_record(engine: Any) -> Record | None:
 
 
 def _stats(engine: Any) -> ds_vrgd.GSNRStatistics | None:
-    if getattr(engine.optimizer, "overflow", False):  # the statistics are those of the update before
+    if _was_skipped(engine):
         return None
     try:
         return ds_vrgd.gsnr_stats(engine)
     except (RuntimeError, TypeError):  # gamma = 1, or not an optimizer of ours
         return None
+
+
+def _was_skipped(engine: Any) -> bool:
+    """Return whether the last update was skipped: what was measured is that of the update before."""
+    return bool(getattr(engine.optimizer, "overflow", False))
 
 
 def count_noise(means: RatioOfMeans, record: Record) -> None:

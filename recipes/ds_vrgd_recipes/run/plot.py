@@ -63,7 +63,7 @@ def plot(output: Path, picture: Path | None = None) -> list[Path]:
     panels: list[_Panel] = [_losses, _speed, _rate]
     if history.measured:
         panels += [_noise, _clamped, _ratio]
-    if any("ranks" in row for row in history.updates):
+    if any("norm" in row.get("ranks", {}) for row in history.updates):
         panels += [functools.partial(_ranks, name=name) for name in _OF_RANKS]
     rows = len(panels) // 3
     with _drawing(picture, (13, 3.4 * rows + 0.4), rows, 3) as (figure, axes):
@@ -240,14 +240,14 @@ def _ratio(axis: Any, history: History) -> None:
 
 def _ranks(axis: Any, history: History, name: str) -> None:
     """Draw a number of every rank, and mark the updates at which one was named."""
-    rows = [row for row in history.updates if "ranks" in row]
-    columns = {rank: place for place, rank in enumerate(rows[-1]["ranks"]["ranks"])}
+    rows = [{"step": row["step"], **row["ranks"]} for row in history.updates if "ranks" in row]
+    measured = [row for row in rows if name in row]  # skipped updates have events alone
+    columns = {rank: place for place, rank in enumerate(measured[-1]["ranks"])}
     for rank, place in columns.items():
-        values = [{"step": row["step"], name: row["ranks"][name][place]} for row in rows
-                  if len(row["ranks"][name]) > place]  # fmt: skip
+        values = [{"step": row["step"], name: row[name][place]} for row in measured if len(row[name]) > place]
         _line(axis, values, name, color=COLOURS[place % len(COLOURS)], linewidth=0.8, label=f"rank {rank}")
     for row in rows:
-        if "events" in row["ranks"]:
+        if "events" in row:
             axis.axvline(row["step"], color="red", linewidth=0.8, linestyle=":")
     axis.set_title(_OF_RANKS[name])
     if len(columns) <= _MOST_RANKS:

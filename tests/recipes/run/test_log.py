@@ -141,6 +141,13 @@ def test_ranks_are_recorded_where_they_are_watched(tmp_path: Path) -> None:
     assert "rank 1: identical" in told
     assert "events" not in second["ranks"]  # told once
     assert ("Ranks/norm_3", first["ranks"]["norm"][3], 1) in monitor.events
+    optimizer.overflow = True  # the report is of the update before, the event is not
+    optimizer.recorder._act([ds_vrgd.RankEvent(2, 1, "nonfinite", ("a",), 1.0)])
+    for step in (3, 4):
+        log.made({"step": step, "loss": 1.0, "lr": 0.1}, engine, 4)
+    *_, third, fourth = read_log(tmp_path)
+    assert third["ranks"].keys() == {"events"}
+    assert "ranks" not in fourth
     unwatched = ds_vrgd.LAMB([torch.nn.Parameter(torch.ones(2))])
     assert ranks_record(SimpleNamespace(basic_optimizer=unwatched, optimizer=unwatched)) is None
 

@@ -32,14 +32,16 @@ def test_watched_ranks_have_panels_with_the_events(tmp_path: Path, monkeypatch: 
 
     drawn: list[Figure] = []
     monkeypatch.setattr(Figure, "savefig", lambda figure, *args, **kw: drawn.append(figure))
-    plot(write(tmp_path, *with_ranks(without_gsnr(updates(10, 500.0)))))
+    *watched, skipped = with_ranks(without_gsnr(updates(11, 500.0)))
+    skipped["ranks"] = {"events": skipped["ranks"]["events"]}
+    plot(write(tmp_path, *watched, skipped))
     *_, norms, cosines, elements = drawn[0].axes
     assert norms.get_title().startswith("norm of each rank")
     assert cosines.get_title().startswith("cosine of each rank")
     assert elements.get_title().startswith("largest deviation of one element")
     assert [text.get_text() for text in norms.get_legend().get_texts()] == [f"rank {rank}" for rank in range(4)]
     assert list(norms.lines[3].get_ydata()) == [0.5] * 10  # type: ignore[arg-type]
-    assert len(norms.lines) == 4 + 10  # the ranks, and an event in each update
+    assert len(norms.lines) == 4 + 11  # the ranks, and an event in each update
 
 
 @pytest.mark.parametrize(
