@@ -40,6 +40,9 @@ class GradientHook:
     Args:
         param: a leaf that requires a gradient.
         take: a bound method of the observer, called with the parameter and the gradient.
+
+    Raises:
+        RuntimeError: in a backward pass under compiled autograd, which has no such node.
     """
 
     def __init__(self, param: Tensor, take: Callable[[Tensor, Tensor], None]) -> None:
@@ -50,7 +53,13 @@ class GradientHook:
     def _arm(self, grad: Tensor) -> None:
         # The node is made anew with a graph, unless somebody (DDP, for one) keeps it.
         node: Any = torch._C._current_autograd_node()
-        if node is not None and self not in node.metadata:
+        if node is None:  # nodes are what compiled autograd compiles away, and prehooks with them
+            raise RuntimeError(
+                "compiled autograd runs this backward pass, in which the chunks of a gradient cannot be seen. Leave it "
+                "off (torch._dynamo.config.compiled_autograd=False, and no torch._dynamo.compiled_autograd around "
+                "backward()), or set gamma=1.0, which needs no chunks"
+            )
+        if self not in node.metadata:
             node.metadata[self] = True
             node.register_prehook(self._see)
 

@@ -15,6 +15,7 @@ from torch.optim.optimizer import ParamsT
 from ds_vrgd import gsnr
 from ds_vrgd.moments import LayerTable, is_dtensor, local_gradient
 from ds_vrgd.optim import checks, options, world
+from ds_vrgd.optim.gradient import GradientObserver
 from ds_vrgd.optim.observer import AVERAGE, NOT_LOADED, RATIOS, LayerStatistics, Observer, Shard
 from ds_vrgd.optim.passes import KernelPasses, Rule, TorchPasses, passes_over
 from ds_vrgd.optim.plain import PlainObserver
@@ -326,14 +327,15 @@ class VROptimizer(Rule, torch.optim.Optimizer):
         return loss
 
     def _warn_no_gradient(self) -> None:
-        """Warn once, without an engine, about a step before which no parameter has ever had a gradient."""
-        if self._warned_no_gradient or not isinstance(self.observer, PlainObserver):
+        """Warn once, without DeepSpeed, about a step before which no parameter has ever had a gradient."""
+        has_params = any(group["params"] for group in self.param_groups)  # under Megatron a rank may have none
+        if self._warned_no_gradient or not (has_params and isinstance(self.observer, GradientObserver)):
             return
         self._warned_no_gradient = True
         world.warn(
             f"{type(self).__name__}: step() finds no gradient in any of its parameters, and changes nothing. If "
             "backward() has run, the model has other parameters by now: fully_shard(), for one, replaces them. Make "
-            "the optimizer after it. Reported once."
+            "the optimizer after it. Under FSDP2, leave compiled autograd off: it hides the gradients. Reported once."
         )
 
     def _prepared(self, shards: Sequence[Shard]) -> tuple[list[TorchPasses | KernelPasses], list[Shard]]:

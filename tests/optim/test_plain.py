@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo import compiled_autograd
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
@@ -298,6 +299,23 @@ def test_a_closure_may_bring_the_whole_window_or_nothing() -> None:
         assert optimizers[2].step(lambda: None) is None
     for other in models[1:]:
         assert all(torch.equal(a, b) for a, b in zip(models[0].parameters(), other.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("compiler", [lambda graph: graph, torch.compile(backend="eager")], ids=["no", "eager"])
+def test_compiled_autograd_is_refused_by_name(compiler: Any) -> None:
+    model = make_model()
+    optimizer = VRAdamW(model.parameters())
+    (tokens,) = batches(0, 1)
+    with (
+        compiled_autograd._enable(compiler),
+        pytest.raises(RuntimeError, match=r"compiled autograd runs .* gamma=1\.0"),
+    ):
+        model(tokens).backward()
+    optimizer.zero_grad()
+    for tokens in batches(0, 2):
+        model(tokens).backward()
+    optimizer.step()
+    assert ds_vrgd.gsnr_stats(optimizer).k == 2
 
 
 def test_the_loss_of_a_closure_is_returned_where_the_step_is_left_out() -> None:

@@ -245,7 +245,7 @@ class FSDPObserver(GradientObserver):
 
 def _broken_pass() -> RuntimeError:
     return RuntimeError(
-        "a backward pass of this window broke off (an exception, such as running out of memory), and the gradients "
-        "hold a part of it. Where you catch the exception, call optimizer.zero_grad(), and reset_iter_state() of the "
-        "model if torch has it, and begin the window again."
+        "a backward pass of this window broke off (an exception, such as running out of memory), or compiled autograd "
+        "ran it, and the gradients hold a part of it. Leave compiled autograd off. Where you catch an exception, call "
+        "optimizer.zero_grad(), and reset_iter_state() of the model if torch has it, and begin the window again."
     )

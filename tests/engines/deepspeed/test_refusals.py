@@ -13,10 +13,11 @@ import deepspeed
 import pytest
 import torch
 from deepspeed.runtime.zero.linear import zero3_linear_wrap
+from torch._dynamo import compiled_autograd
 
 import ds_vrgd
 from ds_vrgd.engines.deepspeed import refusals
-from tests.support.model import make_model
+from tests.support.model import batches, make_model
 from tests.support.ranks import run_on_ranks
 
 ROOT = Path(__file__).parents[3]
@@ -250,7 +251,7 @@ def attempt_all(rank: int) -> dict[str, str]:
 
 
 def compile_autograd() -> str:
-    """Return the error when an engine of ours is asked for compiled autograd."""
+    """Return the errors when an engine of ours is asked for compiled autograd, and when it is run without asking."""
     model = make_model()
     config = {
         "train_batch_size": 4,
@@ -259,11 +260,18 @@ def compile_autograd() -> str:
     }
     parameters = [p for p in model.parameters() if p.requires_grad]
     engine, *_ = deepspeed.initialize(model=model, model_parameters=parameters, config=config)
+    told = []
     try:
         engine.compile(compiled_autograd_enabled=True)
     except ValueError as error:
-        return str(error)
-    return ""
+        told.append(str(error))
+    loss = engine(batches(0, 1)[0])
+    try:
+        with compiled_autograd._enable(lambda graph: graph):
+            engine.backward(loss)
+    except RuntimeError as error:
+        told.append(str(error))
+    return "\n".join(told)
 
 
 @pytest.fixture(scope="module")
@@ -455,6 +463,7 @@ def test_json_names_are_known_in_bf16_too(errors: dict[str, str], name: str) -> 
 def test_compiled_autograd_is_refused(errors: dict[str, str]) -> None:
     assert "compiled_autograd_enabled=True" in errors["compiled autograd"]
     assert "Leave it at False" in errors["compiled autograd"]
+    assert "compiled autograd runs this backward pass" in errors["compiled autograd"]
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import warnings
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
@@ -14,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._dynamo import compiled_autograd
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
@@ -440,6 +442,21 @@ def told_of_merging() -> list[str]:
     return [line for line in log.lines if "merges micro-batches" in line]
 
 
+def compiled() -> tuple[str, list[str]]:
+    """Return the error of a step after a pass under compiled autograd; of a single unit, its warnings."""
+    steps = []
+    for case in (CASE, replace(CASE, blocks=())):
+        model, optimizer = build(case)
+        with compiled_autograd._enable(lambda graph: graph):
+            window(case, model, 0)
+        steps.append(optimizer.step)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        raised = error(steps[0])
+        steps[1]()
+    return raised, [str(warning.message) for warning in caught]
+
+
 def unfinished(model: nn.Module) -> Any:
     """Attach a VRLAMB to the model."""
     optimizer = VRLAMB(model.parameters())
@@ -541,6 +558,7 @@ def everything(rank: int) -> dict[str, Any]:
         "again": attached_again(),
         "plain": mean_of_plain(),
         "merging": told_of_merging(),
+        "compiled": compiled(),
         "refusals": refusals(),
         "in turns": [in_turns(reports_unused=reports) for reports in (True, False)],
         "noise": [noise_in(dtype) for dtype in (torch.float32, torch.float64)],
@@ -701,6 +719,14 @@ def test_merged_micro_batches_are_reported_once(found: list[dict[str, Any]]) -> 
     (line,) = found[0]["merging"]
     assert "4 forward passes of this step made 2 chunks on each rank" in line
     assert found[1]["merging"] == []
+
+
+def test_compiled_autograd_is_named(found: list[dict[str, Any]]) -> None:
+    for of_rank in found:
+        raised, (told,) = of_rank["compiled"]
+        assert "or compiled autograd ran it" in raised
+        assert "finds no gradient in any of its parameters, and changes nothing" in told
+        assert "leave compiled autograd off" in told
 
 
 def test_a_pass_that_broke_off_is_reported(found: list[dict[str, Any]]) -> None:
