@@ -109,12 +109,16 @@ class Attachment:
             forward             [chunks: a forward pass                                            ]
             backward            [chunks: announced with retain_graph?                              ]
             _backward_prologue  observer.begin_pass, [chunks hide the boundary: DeepSpeed          ]
-            _backward_epilogue  [chunks hide the boundary: DeepSpeed, observer.end_pass            ]
+            _backward_epilogue  [chunks hide the boundary: [thawed: DeepSpeed], observer.end_pass  ]
             step                chunks complete the chunk, DeepSpeed, raise what the window's end found
             _take_model_step    [observer.stepping: DeepSpeed, close the window                    ]
             zero_grad           DeepSpeed, observer.drop
         """
-        observer, patches = self._observer, self._patches
+        observer, patches, finalize = self._observer, self._patches, "finalize_gradient_accumulation_boundary"
+        for reduction in ("allreduce_gradients", "_backward_epilogue"):
+            patches.within(engine, reduction, observer.thawed)
+        if hasattr(engine.optimizer, finalize):
+            patches.within(engine.optimizer, finalize, observer.thawed)
         patches.follow(engine, "_backward_epilogue", after=observer.end_pass)
         patches.within(engine, "_take_model_step", self._model_step)
         patches.follow(engine, "step", after=self._raise_error)

@@ -81,6 +81,8 @@ class EngineObserver(Observer):
         self._fused = engine.optimizer if fused else None
         self._micro_batches = self._k = 0
         self._stepping = self._warned_of_edit = False
+        self._params = [param for param in engine.param_names if param.requires_grad]
+        self._trained = [False] * len(self._params)  # in this window
         self._names = engine.param_names | parallel.expert_names(engine.param_names)
         self._own_hooks = {hook.id for hook in getattr(engine.optimizer, "_grad_acc_hooks", ())}
         self._at_boundary = engine.is_gradient_accumulation_boundary
@@ -163,9 +165,27 @@ class EngineObserver(Observer):
                 # DeepSpeed counts forward passes: at stage 3 a second backward pass would overwrite the first's sum.
                 self._wrapper.clear_backward_seen_flag()
         if self._fused is None and offloads(self._wrapper) and self._at_boundary():
-            complete(self._wrapper)
+            with self.thawed():
+                complete(self._wrapper)
         if self._discards is not None:
             self._discards.record(self._hooked)
+
+    @contextmanager
+    def thawed(self, *args: Any, **kwargs: Any) -> Iterator[None]:
+        """Enclose a reduction, to which parameters that were frozen within the window are as if they were not.
+
+        DeepSpeed would lose the gradients of their earlier micro-batches, or those of other ranks, or take older ones.
+        """
+        self._trained = [was or param.requires_grad for was, param in zip(self._trained, self._params, strict=True)]
+        pairs = zip(self._trained, self._params, strict=True)
+        frozen = [param for was, param in pairs if was and not param.requires_grad]
+        for param in frozen:
+            param.requires_grad_(True)
+        try:
+            yield
+        finally:
+            for param in frozen:
+                param.requires_grad_(False)
 
     def end_micro_batch(self) -> None:
         """Count a chunk that is complete."""
@@ -205,6 +225,7 @@ class EngineObserver(Observer):
 
     def _begin_window(self, *, clears: bool) -> None:
         self._micro_batches = 0
+        self._trained = [False] * len(self._params)
         if self._moments is not None:
             self._moments.reset()
         if self._fused is not None:

@@ -73,7 +73,8 @@ ENGINE = (
 _SHARED = ("optimizer", "clip_grad", "overflow", "_global_grad_norm", "loss_scale")
 _SHARED_ZERO = (
     *_SHARED, "dp_process_group", "averaged_gradients", "is_gradient_accumulation_boundary",
-    "set_gradient_accumulation_boundary", "clear_backward_seen_flag", "zero_grad",
+    "set_gradient_accumulation_boundary", "finalize_gradient_accumulation_boundary", "clear_backward_seen_flag",
+    "zero_grad",
 )  # fmt: skip
 #: Attributes of DeepSpeed's wrapper around the optimizer, by the name of its class.
 WRAPPERS = {
@@ -93,10 +94,7 @@ WRAPPERS = {
         "offload_optimizer",
     ),
 }  # fmt: skip
-_SHARED_FUSED = (
-    "_grad_acc_hooks", "_epilogue_ran_this_backward", "_model_parallel_all_reduce",
-    "finalize_gradient_accumulation_boundary",
-)  # fmt: skip
+_SHARED_FUSED = ("_grad_acc_hooks", "_epilogue_ran_this_backward", "_model_parallel_all_reduce")
 #: Further ones, which fused mode alone needs.
 FUSED = {
     "DeepSpeedZeroOptimizer": (

@@ -22,6 +22,7 @@ from tests.support.trajectory import (
 )
 
 WORLD, ACCUMULATION = 2, 2
+OFFLOAD = {"offload_optimizer": {"device": "cpu"}}
 MODES = [(stage, mode) for stage in range(4) for mode in ("auto", "observe") if stage or mode == "auto"]
 
 
@@ -61,6 +62,66 @@ def interrupted(rank: int, case: Case) -> dict[str, Any]:
     after = master_weights(engine)
     found["unchanged"] = all(torch.equal(before[name], after[name]) for name in before)
     return found
+
+
+def freezing(rank: int, case: Case, *, before_step: bool) -> float:
+    """Freeze a layer after a window's first micro-batch, or before its step; return the error of this rank's weights.
+
+    What it has computed stays in the window's mean, as without an engine, and in the other micro-batches it is zero.
+    """
+    engine = build(case, WORLD)
+    plain, weight = make_model().to(engine.device), engine.module.up.weight
+    start = {name: weight.cpu().double() for name, weight in plain.named_parameters() if weight.requires_grad}
+    reference = DenseOptimizer(case.optimizer, start, reference_groups(start, case), **case.hyper())
+    for step in range(2):
+        tokens = [t.to(engine.device) for t in batches(step, ACCUMULATION * WORLD)]
+        with whole_weights(engine) as weights:
+            plain.load_state_dict(weights, strict=False)
+        chunks = chunk_gradients(plain, tokens, 1.0 if case.unmanaged else 1.0 / ACCUMULATION)
+        if case.unmanaged:  # the step is their sum
+            chunks = [{name: grad * ACCUMULATION for name, grad in chunk.items()} for chunk in chunks]
+        for chunk in chunks[WORLD:] if step and not before_step else ():
+            del chunk["up.weight"]
+        reference.step(chunks)
+        for index in range(ACCUMULATION):
+            is_last = index == ACCUMULATION - 1
+            engine.backward(engine(tokens[index * WORLD + rank]))
+            weight.requires_grad_(not step or is_last != before_step)
+            if is_last or not case.unmanaged:
+                engine.step()
+    with whole_weights(engine) as weights:
+        error = relative_error({name: weights[name].cpu().flatten() for name in start}, reference)
+    engine.destroy()
+    return error
+
+
+#: By name: a case, and whether the layer is frozen just before the step.
+FREEZING = {
+    f"{'offload' if zero else reduction} {stage}, {off or 'on'}, {'before the step' if late else 'within'}": (
+        Case(
+            "VRAdamW", stage, "fp32", ACCUMULATION, reduction=reduction, zero=zero, unmanaged=late,
+            arguments={"gamma": 1.0} if off else {},
+        ),
+        late,
+    )
+    for off in ("", "off")
+    for late in (False, True)
+    for stage, reduction, zero in [*((*mode, {}) for mode in MODES), *((stage, "auto", OFFLOAD) for stage in (1, 2, 3))]
+}  # fmt: skip
+
+
+def all_freezings(rank: int) -> dict[str, float]:
+    return {name: freezing(rank, case, before_step=late) for name, (case, late) in FREEZING.items()}
+
+
+@pytest.fixture(scope="module")
+def frozen() -> list[dict[str, float]]:
+    return run_on_ranks(WORLD, all_freezings)
+
+
+@pytest.mark.parametrize("name", FREEZING)
+def test_a_layer_that_is_frozen_within_a_window_keeps_its_gradients(frozen: list[dict[str, float]], name: str) -> None:
+    assert max(of_rank[name] for of_rank in frozen) <= 8e-7
 
 
 def all_modes(rank: int) -> dict[tuple[int, str], dict[str, Any]]:
