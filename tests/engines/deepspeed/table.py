@@ -78,7 +78,9 @@ PyTorch (`tests/engines/deepspeed/test_edits.py`, `tests/optim/test_edits.py`), 
    that disagree on k stop the step. The message names the layer and the way out.
 
 Where GSNR is off and DeepSpeed's own reduction stays (`gamma=1`; LARS and LAMB in observe mode and with CPU offload),
-so does what DeepSpeed makes of `zero_grad()` within a window, and of a second backward pass of a micro-batch.
+so does what DeepSpeed makes of `zero_grad()` within a window, and of a second backward pass of a micro-batch. As with
+AdamW, `zero_grad()` of the engine or of `engine.optimizer` throws the gradients away at stages 0 and 1, at stage 3 only
+that of `engine.optimizer` does, and at stage 2 neither does.
 
 Under an engine, a chunk is what one rank computes between two calls of `engine.step()`. Where the program owns the
 accumulation boundary and steps once per window, a forward pass after a backward pass begins the next chunk: with

@@ -124,6 +124,42 @@ def test_a_layer_that_is_frozen_within_a_window_keeps_its_gradients(frozen: list
     assert max(of_rank[name] for of_rank in frozen) <= 8e-7
 
 
+def zeroing(rank: int, optimizer: dict[str, Any], stage: int, by: str) -> dict[str, torch.Tensor]:
+    """Return the weights after a window of which the first micro-batch may have been thrown away."""
+    case = Case("VRAdamW", stage, "fp32", ACCUMULATION)
+    engine = build(case, WORLD, case.config(WORLD) | {"optimizer": optimizer})
+    for index, tokens in enumerate(batches(0, ACCUMULATION * WORLD)[rank::WORLD]):
+        engine.backward(engine(tokens.to(engine.device)))
+        engine.step()
+        if index == 0 and by:
+            {"engine": engine, "wrapper": engine.optimizer}[by].zero_grad()
+    with whole_weights(engine) as weights:
+        found = {name: weight.clone() for name, weight in weights.items()}
+    engine.destroy()
+    return found
+
+
+def all_zeroings(rank: int) -> dict[tuple[int, str], tuple[bool, bool]]:
+    """Return by stage and way whether AdamW's weights are ours at gamma = 1, and whether anything was thrown away."""
+    hyper = {"lr": 5e-3, "weight_decay": 0.1}
+    ours, theirs = ({"type": "VRAdamW", "params": hyper | {"gamma": 1.0}},
+                    {"type": "AdamW", "params": hyper | {"torch_adam": True}})  # fmt: skip
+    found = {}
+    for stage in range(4):
+        kept = zeroing(rank, ours, stage, "")
+        for by in ("engine", "wrapper"):
+            one, other = (zeroing(rank, optimizer, stage, by) for optimizer in (ours, theirs))
+            alike, same = (all(torch.equal(one[name], of[name]) for name in one) for of in (other, kept))
+            found[stage, by] = alike, not same
+    return found
+
+
+def test_zero_grad_within_a_window_does_at_gamma_1_what_deepspeed_does_with_adamw() -> None:
+    thrown_away = {(0, "engine"), (0, "wrapper"), (1, "engine"), (1, "wrapper"), (3, "wrapper")}
+    for found in run_on_ranks(WORLD, all_zeroings):
+        assert found == {key: (True, key in thrown_away) for key in found}
+
+
 def all_modes(rank: int) -> dict[tuple[int, str], dict[str, Any]]:
     return {
         (stage, reduction): interrupted(rank, Case("VRLAMB", stage, "fp32", ACCUMULATION, reduction=reduction))
