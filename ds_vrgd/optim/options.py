@@ -184,6 +184,24 @@ OF_OTHERS = {
 }  # fmt: skip
 #: Those of them by which torch's optimizers choose how they compute what they compute anyway.
 OF_TORCH = {"foreach", "fused", "capturable", "differentiable"}
+#: Arguments of other optimizers, and what to do about them here.
+_NO_TERM = "the formulas have no such term. Leave it out"
+_BOUNDS = "the bounds of the trust ratio are trust_clip=(lo, hi), an argument of VRLAMB, LAMB, VRLARS and LARS"
+_BETAS = "give betas=(beta1, beta2)"
+ELSEWHERE = {
+    "wd": "use weight_decay",
+    "beta1": _BETAS,
+    "beta2": _BETAS,
+    "amsgrad": _NO_TERM,
+    "maximize": _NO_TERM,
+    "dampening": _NO_TERM,
+    "min_coeff": _BOUNDS,
+    "max_coeff": _BOUNDS,
+    "max_grad_norm": "it does not clip. Set gradient_clipping in the DeepSpeed JSON, max_grad_norm in the "
+    "TrainingArguments, or clip before step()",
+    "adam_w_mode": "the class decides. Use VRAdamW for true, VRAdam for false",
+    "torch_adam": "it chooses among DeepSpeed's implementations, and there is one here. Leave it out",
+}
 _ARGUMENT = "|".join([*OPTIONS, "wd"])
 _DERIVED = re.compile(f"(initial|base|max|min|swa|pre|start|end)_({_ARGUMENT})|(pre_)?({_ARGUMENT})_(mult|scale)")
 
@@ -241,6 +259,8 @@ def _advice(optimizer: type, name: str, known: Iterable[str]) -> str:
         return f": it {'observes no chunks' if option.whole else 'does no variance reduction'}. Use {twin}"
     if name in OF_TORCH:
         return ": it chooses among torch's implementations, and there is one here. Leave it out"
+    if name in ELSEWHERE:
+        return f": {ELSEWHERE[name]}"
     meant = nearest(name, known)
     others = f", which {', '.join(option.of)} have" if option is not None else ""
     return (others or (f" (did you mean '{meant}'?)" if meant else "")) + f"; it takes {', '.join(known)}"

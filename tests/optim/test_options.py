@@ -237,6 +237,24 @@ def test_a_choice_of_torchs_implementation_is_to_be_left_out(name: str) -> None:
         VRAdam([weight()], **{name: True})
 
 
+@pytest.mark.parametrize(
+    ("name", "way_out"),
+    [
+        ("wd", "use weight_decay"),
+        ("beta1", "betas=(beta1, beta2)"),
+        ("amsgrad", "Leave it out"),
+        ("dampening", "Leave it out"),
+        ("torch_adam", "Leave it out"),
+        ("max_coeff", "trust_clip=(lo, hi)"),
+        ("max_grad_norm", "gradient_clipping in the DeepSpeed JSON"),
+        ("adam_w_mode", "Use VRAdamW for true, VRAdam for false"),
+    ],
+)
+def test_an_argument_of_another_optimizer_is_answered_with_the_way_out(name: str, way_out: str) -> None:
+    with pytest.raises(TypeError, match=rf"VRLAMB has no argument {name}=True: .*{re.escape(way_out)}"):
+        VRLAMB([weight()], **{name: True})
+
+
 class Labelled(VRLAMB):
     """A user's, with an argument more."""
 
