@@ -227,6 +227,19 @@ def test_sums_pass_their_bound_as_rarely_as_is_claimed(members: int) -> None:
     assert float(growth.mean() / steps) == pytest.approx(float(ratio.log().clamp(min=0.0).mean()), rel=0.05)
 
 
+@pytest.mark.parametrize(
+    ("gradients", "message"),
+    [
+        ([], "has no rank"),
+        ([{"a": torch.ones(2)}, {"b": torch.ones(2)}], r"rank 1 has .* and rank 0 has .* same layers"),
+        ([{"a": torch.ones(2)}, {"a": torch.ones(3)}], r"rank 1 has \(3,\) for layer 'a', and rank 0 has \(2,\)"),
+    ],
+)
+def test_gradients_that_do_not_fit_are_named(gradients: list[dict[str, Tensor]], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        RankReport.of_gradients(gradients)
+
+
 def test_a_report_has_the_ranks_side_by_side() -> None:
     gradients = [{"w": torch.tensor([3.0, 4.0])}, {"w": torch.tensor([3.0, -4.0])}, {"w": torch.tensor([-3.0, 4.0])}]
     report = RankReport.of_gradients(gradients, 7)

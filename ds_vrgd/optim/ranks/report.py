@@ -84,7 +84,21 @@ class RankReport:
         Args:
             gradients: of each rank, by layer; the same layers and shapes for all.
             step: number of the step.
+
+        Raises:
+            ValueError: no ranks, or ranks that differ in layers or shapes.
         """
+        if not gradients:
+            raise ValueError("gradients=[] has no rank: give the gradients of each rank, by layer")
+        first, *others = [{layer: tuple(g.shape) for layer, g in of_rank.items()} for of_rank in gradients]
+        for rank, shapes in enumerate(others, 1):
+            for layer in first.keys() | shapes.keys():
+                one, other = (of.get(layer, "nothing") for of in (first, shapes))
+                if one != other:
+                    raise ValueError(
+                        f"rank {rank} has {other} for layer '{layer}', and rank 0 has {one}: give the same layers and "
+                        "shapes for all ranks"
+                    )
         layers, ranks = list(gradients[0]), len(gradients)
         sums = torch.zeros(len(layers), columns_of(ranks), dtype=SUM_DTYPE)
         found = views(sums, torch.zeros(len(layers), 2, ranks, dtype=torch.long))

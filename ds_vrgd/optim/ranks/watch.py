@@ -100,7 +100,7 @@ class RankWatch:
         for batch in data:
             ...  # forward, backward, step
             for event in watch.update(ds_vrgd.rank_report(engine)):
-                print(event)  # step 812, rank 5: scaled in 'head.weight': it has 0.50 of the others' norm there (...)
+                print(event)  # step 812, rank 5: scaled in 'head.weight': its norm is 0.50 of the others' there (...)
 
     It takes the data of the ranks to be drawn alike. NaN and identical gradients are named at once; what is far beyond
     everything before, in the first to the fourth step, after the first 20; what is a little off in every step, after
