@@ -22,7 +22,8 @@ def loss_of(model: Any, batch: Any) -> Tensor:
         output = model(*batch) if isinstance(batch, (tuple, list)) else model(batch)
     loss = getattr(output, "loss", output)
     if not isinstance(loss, Tensor) or loss.numel() != 1:
-        raise TypeError(f"the model returns {type(output).__name__}: return the loss, or an object with .loss")
+        found = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(output).__name__
+        raise TypeError(f"the model returns {found}: return the loss, one number, or an object with .loss")
     return loss
 
 

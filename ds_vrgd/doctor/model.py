@@ -82,6 +82,8 @@ def load_model(named: str | None, samples: int) -> tuple[nn.Module, Batches]:
     if named is None:
         return TinyTransformer(), functools.partial(random_tokens, samples)
     module, _, function = named.partition(":")
+    if not module or not function:
+        raise ValueError(f"--model {named}: give module:function, importable from this folder")
     if os.getcwd() not in sys.path:  # as in a program that is started here
         sys.path.insert(0, os.getcwd())
     try:

@@ -148,7 +148,7 @@ def _check_optimizer(config: dict[str, Any]) -> None:
     way_out = f'set it to "{near}"' if near else "set it to the nearest of ours"
     raise ValueError(
         f'optimizer.type="{name}" is not an optimizer of ds_vrgd, so there is nothing to check; {way_out} '
-        f"({', '.join(name for name in NAMES if '-' not in name)}), and import ds_vrgd in your program"
+        f"({', '.join(name for name in NAMES if '-' not in name)})"
     )
 
 

@@ -31,7 +31,7 @@ def test_loss_is_found_for_every_form_of_batch_and_output() -> None:
     assert loss_of(model, two) == 2
     assert loss_of(model, (two, 3.0)) == 6
     assert loss_of(model, {"a": two, "b": 4.0}) == 8
-    with pytest.raises(TypeError, match="the model returns tuple: return the loss"):
+    with pytest.raises(TypeError, match="the model returns tuple: return the loss, one number"):
         loss_of(lambda a: (a,), two)
 
 

@@ -36,3 +36,9 @@ def test_branch_is_used_by_all_ranks_or_none(monkeypatch: pytest.MonkeyPatch) ->
     assert used == [[True] * 6, [False] * 2 + [True] * 4, [False] * 6]
     with_it, without = chunk_gradients(model, [batches(1, 2), batches(1, 1)], 1.0)
     assert set(with_it) - set(without) == {"branch.weight", "branch.bias"}
+
+
+@pytest.mark.parametrize("named", ["my_module", "my_module:", ":make"])
+def test_a_model_without_module_or_function_is_an_error(named: str) -> None:
+    with pytest.raises(ValueError, match=rf"--model {named}: give module:function"):
+        load_model(named, 4)
