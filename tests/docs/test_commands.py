@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -12,7 +13,7 @@ import pytest
 
 from ds_vrgd_cli import main
 from ds_vrgd_recipes.cli import main as recipes
-from tests.docs.commands import ROOT, Command, all_commands, check_arguments, commands_of
+from tests.docs.commands import PAGES, ROOT, Command, all_commands, check_arguments, commands_of
 
 # Commands that run as they stand: at once, or in a copy of the repository, for they write.
 AT_ONCE = ("ds-vrgd plan", "ds-vrgd-recipes plan")
@@ -114,6 +115,14 @@ def test_arguments_and_files_are_right(command: Command, capsys: pytest.CaptureF
         pytest.fail(f"{command.place}\n{command.words[0]} is a program that check_arguments does not know: teach it")
     except SystemExit:
         pytest.fail(f"{command.place}\n{capsys.readouterr().err}")
+
+
+def test_make_test_is_not_given_a_file_of_slow_tests_alone() -> None:
+    for page in PAGES:
+        text = (ROOT / page).read_text(encoding="utf-8")
+        for file in re.findall(r"make test PYTEST_ARGS='?(tests/\S+\.py)", text):
+            whole = re.search(r"^pytestmark = pytest\.mark\.slow", (ROOT / file).read_text(encoding="utf-8"), re.MULTILINE)
+            assert whole is None, f"{page}: make test leaves out all of {file}. Use make test-slow"
 
 
 def test_every_entry_has_its_command() -> None:
