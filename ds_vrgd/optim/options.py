@@ -27,10 +27,19 @@ class Range(NamedTuple):
     check: Callable[[str, Any], None]
 
 
+def _of_text(value: Any) -> str:
+    """Return what to do about text in the place of a number."""
+    if value == "auto":
+        return ', and only the Trainer and Accelerate put one in the place of "auto". Give a number'
+    if isinstance(value, str):
+        return ". Give it without quotes; YAML reads 1e-3 as text, and 1.0e-3 as a number"
+    return ""
+
+
 def _range(text: str, holds: Callable[[Any], bool], *, said: str = "must be", number: bool = False) -> Range:
     def check(name: str, value: Any) -> None:
         if number and (isinstance(value, bool) or not hasattr(value, "__float__") or not math.isfinite(float(value))):
-            raise ValueError(f"{name}={value!r} is not a finite number")
+            raise ValueError(f"{name}={value!r} is not a finite number{_of_text(value)}")
         if not holds(float(value) if number else value):
             raise ValueError(f"{name}={value!r} {said} {text}")
 

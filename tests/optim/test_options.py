@@ -21,7 +21,8 @@ NAN = float("nan")
 WRONG: list[tuple[str, Any, str]] = [
     ("lr", -1e-9, "lr=-1e-09 is out of range: must be >= 0"),
     ("lr", NAN, "lr=nan is not a finite number"),
-    ("lr", "1e-3", "lr='1e-3' is not a finite number"),
+    ("lr", "1e-3", "lr='1e-3' is not a finite number. Give it without quotes; YAML reads 1e-3 as text"),
+    ("lr", "auto", "lr='auto' is not a finite number, and only the Trainer and Accelerate put one in"),
     ("momentum", -0.1, "momentum=-0.1 is out of range: must be in [0, 1)"),
     ("momentum", 1.0, "momentum=1.0 is out of range: must be in [0, 1)"),
     ("nesterov", 1, "nesterov=1 must be true or false"),
