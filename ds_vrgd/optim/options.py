@@ -193,10 +193,10 @@ OF_OTHERS = {
 }  # fmt: skip
 #: Those of them by which torch's optimizers choose how they compute what they compute anyway.
 OF_TORCH = {"foreach", "fused", "capturable", "differentiable"}
-#: Arguments of other optimizers, and what to do about them here.
 _NO_TERM = "the formulas have no such term. Leave it out"
 _BOUNDS = "the bounds of the trust ratio are trust_clip=(lo, hi), an argument of VRLAMB, LAMB, VRLARS and LARS"
 _BETAS = "give betas=(beta1, beta2)"
+#: Arguments of other optimizers, and what to do about them here.
 ELSEWHERE = {
     "wd": "use weight_decay",
     "beta1": _BETAS,

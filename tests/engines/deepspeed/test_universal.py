@@ -15,6 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import deepspeed
@@ -25,6 +26,7 @@ from torch.serialization import get_unsafe_globals_in_checkpoint
 
 from ds_vrgd.doctor.weights import whole_weights
 from ds_vrgd.engines.deepspeed import CheckpointError, to_universal
+from ds_vrgd.engines.deepspeed.checkpoints.restore import guard_loading
 from ds_vrgd.engines.deepspeed.checkpoints.universal import same
 from ds_vrgd.optim import OPTIMIZERS
 from ds_vrgd_cli import main
@@ -230,6 +232,22 @@ def test_what_is_missing_or_wrong_at_loading_is_named_on_every_rank(carried: Car
     for name, (message, answers) in carried.said.items():
         for answer in answers:
             assert re.search(message, answer), f"{name}: {answer}"
+
+
+@pytest.mark.parametrize(
+    ("there", "asked", "message"),
+    [
+        ("latest_universal", False, 'is a converted checkpoint: set "checkpoint": {"load_universal": true}'),
+        ("latest", True, "is not converted, .* convert it with ds-vrgd to-universal, or leave load_universal out"),
+    ],
+)
+def test_a_checkpoint_of_the_other_kind_is_refused(tmp_path: Path, there: str, asked: bool, message: str) -> None:
+    """DeepSpeed warns that it finds no file, and trains from scratch."""
+    (tmp_path / there).write_text("global_step3")
+    engine: Any = SimpleNamespace(load_checkpoint=lambda folder: None, load_universal_checkpoint=lambda: asked)
+    guard_loading(engine)
+    with pytest.raises(CheckpointError, match=message):
+        engine.load_checkpoint(str(tmp_path))
 
 
 #: What DeepSpeed pickles in addition to tensors and plain values: its loss scale, stage and slices.

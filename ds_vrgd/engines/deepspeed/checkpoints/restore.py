@@ -103,8 +103,20 @@ def _load(engine: Engine, load: Callable[..., Any], *args: Any, **kwargs: Any) -
 def _files_to_read(engine: Engine, folder: Path, tag: str | None) -> list[Path]:
     """Return the files of a checkpoint that hold pickles; none where DeepSpeed would find no checkpoint."""
     if tag is None:
-        latest = folder / ("latest_universal" if engine.load_universal_checkpoint() else "latest")
+        plain, converted = folder / "latest", folder / "latest_universal"
+        is_universal = engine.load_universal_checkpoint()
+        latest = converted if is_universal else plain
         if not latest.is_file():
+            if plain.is_file():
+                raise CheckpointError(
+                    f'{folder} is not converted, and "checkpoint": {{"load_universal": true}} asks for a checkpoint '
+                    "that is: convert it with ds-vrgd to-universal, or leave load_universal out"
+                )
+            if converted.is_file():  # DeepSpeed would warn, and train from scratch
+                raise CheckpointError(
+                    f'{folder} is a converted checkpoint: set "checkpoint": {{"load_universal": true}} in the '
+                    "DeepSpeed JSON"
+                )
             return []
         tag = latest.read_text(encoding="utf-8").strip()
     return sorted([*(folder / str(tag)).glob("*.pt"), *(folder / str(tag)).glob("zero/*.pt")])
