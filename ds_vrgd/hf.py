@@ -90,7 +90,8 @@ class VRTrainerMixin:
             self._attached = self.optimizer
         step = super().training_step  # type: ignore[misc]
         compiled = self.args.torch_compile or any(module._compiled_call_impl for module in self.model.modules())
-        if self._loss_is_checked or num_items_in_batch is None or compiled or self.args.n_gpu > 1:
+        settled = getattr(self, "loss_is_scaled_for_ga", None) is not None  # by the user
+        if self._loss_is_checked or num_items_in_batch is None or compiled or settled or self.args.n_gpu > 1:
             return step(model, inputs, num_items_in_batch)
         self._loss_is_checked, _Watched.used = True, False
         loss = step(model, inputs, torch.as_tensor(num_items_in_batch).as_subclass(_Watched))

@@ -323,6 +323,24 @@ def test_a_loss_that_the_model_divides_is_not_warned_of(tmp_path: Path) -> None:
     assert not [w for w in caught if "num_items_in_batch" in str(w.message)]
 
 
+def test_a_loss_that_the_user_has_the_trainer_divide_is_not_warned_of(tmp_path: Path) -> None:
+    """`loss_is_scaled_for_ga` is for a compute_loss() of the user; the first loss is near ln 61."""
+    from transformers import Trainer
+
+    class Own(Trainer):  # type: ignore[misc]
+        loss_is_scaled_for_ga = False
+
+        def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+            return model(**inputs).loss
+
+    with fresh(), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer = make_trainer(Case(None, accumulation=4), tmp_path, base=Own, max_steps=1)
+        trainer.train()
+    assert trainer.state.log_history[0]["loss"] == pytest.approx(math.log(VOCABULARY), rel=0.1)
+    assert not [w for w in caught if "num_items_in_batch" in str(w.message)]
+
+
 def test_loss_scaler_that_skips_a_step_takes_the_window_with_it(tmp_path: Path) -> None:
     """Without DeepSpeed the Trainer needs a GPU for fp16, but its loss scaler also runs on the CPU, in fp32."""
 
