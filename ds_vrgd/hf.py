@@ -21,6 +21,7 @@ need("hf", "transformers", "accelerate")
 from transformers import TrainerCallback  # noqa: E402
 
 from ds_vrgd.engines import attach  # noqa: E402
+from ds_vrgd.moments import is_dtensor  # noqa: E402
 from ds_vrgd.noise import NoiseScaleMeter, NoiseScaleUnknown, gsnr_stats  # noqa: E402
 from ds_vrgd.optim import VROptimizer, find_optimizer, world  # noqa: E402
 
@@ -181,7 +182,7 @@ class GSNRCallback(TrainerCallback):  # type: ignore[misc]
             group["weight_decay"] != given["weight_decay"] for group in optimizer.param_groups
         ):
             _refuse_two_decays(args.weight_decay, given, settled=False)
-        self.meter = NoiseScaleMeter(chunk_size=state.train_batch_size)
+        self.meter = NoiseScaleMeter()
         if _METER in state.stateful_callbacks:
             self.meter.load_state_dict(state.stateful_callbacks[_METER])
 
@@ -189,7 +190,7 @@ class GSNRCallback(TrainerCallback):  # type: ignore[misc]
         """Count the step."""
         if self._knows_noise:
             try:
-                self.meter.update(self._trainer.optimizer)
+                self.meter.update(self._trainer.optimizer, self._chunk_size())
             except NoiseScaleUnknown as error:
                 self._knows_noise = False
                 if state.is_world_process_zero:
@@ -200,6 +201,19 @@ class GSNRCallback(TrainerCallback):  # type: ignore[misc]
         """Keep the meter where a checkpoint is due."""
         if control.should_save:
             state.stateful_callbacks[_METER] = self.meter.state_dict()
+
+    def _chunk_size(self) -> int:
+        """Return the samples of a chunk of the last step."""
+        # state.train_batch_size is that of the run that wrote the checkpoint.
+        accelerator, size = self._trainer.accelerator, int(self._trainer._train_batch_size)
+        if accelerator.split_batches:
+            size //= accelerator.num_processes
+        groups = find_optimizer(self._trainer.optimizer).param_groups
+        if not accelerator.gradient_state.plugin_kwargs.get("sync_each_batch", False) and any(
+            is_dtensor(param) for group in groups for param in group["params"]
+        ):
+            size *= self._trainer.current_gradient_accumulation_steps  # which FSDP2 merges into one chunk
+        return size
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
         """Log a record of GSNR after the record of the loss."""

@@ -349,8 +349,12 @@ class NoiseScaleMeter:
         self._steps = 0
         self._last: Tensor | None = None
 
-    def update(self, engine_or_optimizer: Any) -> bool:
+    def update(self, engine_or_optimizer: Any, chunk_size: float | None = None) -> bool:
         """Count the step that was just taken.
+
+        Args:
+            engine_or_optimizer: a DeepSpeed engine, one of our optimizers, or a wrapper of one.
+            chunk_size: of this step; None for the meter's.
 
         Returns:
             Whether there was one: False where nothing was measured since the last update, because the step was skipped
@@ -362,7 +366,7 @@ class NoiseScaleMeter:
         measured = find_optimizer(engine_or_optimizer).layer_statistics
         if not measured or measured[0].square is self._last:
             return False
-        noise = gradient_noise(engine_or_optimizer, self._chunk_size)
+        noise = gradient_noise(engine_or_optimizer, self._chunk_size if chunk_size is None else chunk_size)
         self._last = measured[0].square
         for name in noise.names:
             self._columns.setdefault(name, 1 + len(self._columns))

@@ -18,6 +18,7 @@ from tests.support.hf import (
     Case,
     Corpus,
     attempt,
+    follow_noise,
     fresh,
     make_model,
     make_trainer,
@@ -152,6 +153,15 @@ class Points(torch.utils.data.Dataset[dict[str, Tensor]]):
         return {"x": torch.randn(expert_cases.WIDTH, generator=torch.Generator().manual_seed(index))}
 
 
+def log_noise(folder: Path) -> bool:
+    """Return whether the noise scale counts the samples that a process gets of a batch that Accelerate splits."""
+    with fresh():
+        trainer = make_trainer(Case(None), folder, accelerator_config={"split_batches": True})
+        callback, expected = follow_noise(trainer)
+        trainer.train()
+        return bool(callback.meter.state_dict() == expected.state_dict())
+
+
 def log_experts(folder: Path) -> tuple[list[dict[str, Any]], list[str]]:
     """The Trainer's log, and the callback's warnings."""
     from transformers import Trainer
@@ -191,6 +201,7 @@ def train_all(rank: int, folder: str, slow: bool) -> dict[tuple[str, str], Any]:
     found["refused", "dropped by the Trainer"] = attempt(dropped, Path(folder, "dropped"))
     for mixin in (True, False):
         found["refused", f"named twice, {mixin=}"] = attempt(named_twice, Path(folder, "twice"), mixin)
+    found["logged", "split batches"] = attempt(log_noise, Path(folder, "split"))
     # Last, for the process groups of experts stay.
     found["logged", "experts"] = attempt(log_experts, Path(folder, "experts"))
     return found

@@ -23,6 +23,7 @@ from tests.support.hf import (
     Case,
     Corpus,
     Result,
+    follow_noise,
     fresh,
     make_model,
     make_trainer,
@@ -135,6 +136,21 @@ def test_reporters_get_gsnr(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert [event.value for event in events.Scalars("train/noise_scale_low")] == pytest.approx(logged)
 
 
+def test_noise_scale_after_a_resume_has_the_new_batch_size(tmp_path: Path) -> None:
+    """The checkpoint's state has the batch size of the run that wrote it."""
+    with fresh():
+        trainer = make_trainer(Case(None), tmp_path, save_strategy="steps", save_steps=2, max_steps=2)
+        callback, expected = follow_noise(trainer)
+        trainer.train()
+        assert callback.meter.state_dict() == expected.state_dict()
+    with fresh():
+        trainer = make_trainer(Case(None), tmp_path, per_device_train_batch_size=4)
+        callback, expected = follow_noise(trainer, since=expected.state_dict())
+        trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+        assert callback.meter.estimate().steps == STEPS
+        assert callback.meter.state_dict() == expected.state_dict()
+
+
 def one_process(tmp_path: Path, **changed: Any) -> Any:
     """A Trainer on one process, whose arguments may be changed before it trains."""
     case = changed.pop("case", Case(None))
@@ -207,6 +223,10 @@ def test_step_that_was_left_out_logs_no_gsnr(tmp_path: Path) -> None:
         trainer.training_step = spoiled
         trainer.train()
         assert [record["step"] for record in trainer.state.log_history if "gsnr_k" in record] == [1]
+
+
+def test_noise_scale_of_split_batches_is_of_each_processes_part(outcome: Outcome) -> None:
+    assert outcome("logged", "split batches") is True
 
 
 def test_experts_on_two_ranks_are_logged_without_a_noise_scale(outcome: Outcome) -> None:

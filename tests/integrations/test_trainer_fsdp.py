@@ -20,6 +20,7 @@ from tests.support.hf import (
     Result,
     attempt,
     chunk_gradients,
+    follow_noise,
     fresh,
     labels_in,
     make_model,
@@ -53,8 +54,10 @@ def merged(output: Path) -> Any:
 
     with fresh(fsdp=True):
         trainer = make_trainer(BASE, output, accelerator_config={})
+        callback, expected = follow_noise(trainer)
         trainer.train()
-        return find_optimizer(trainer.optimizer).layer_statistics[0].k
+        same_noise = callback.meter.state_dict() == expected.state_dict()
+        return find_optimizer(trainer.optimizer).layer_statistics[0].k, same_noise
 
 
 def without_mixin(output: Path) -> Any:
@@ -146,7 +149,7 @@ def test_follows_the_reference(found: list[dict[str, Any]], name: str) -> None:
 
 
 def test_one_reduction_a_step_is_one_chunk_a_rank(found: list[dict[str, Any]]) -> None:
-    assert [of_rank["merged"] for of_rank in found] == [WORLD] * WORLD
+    assert [of_rank["merged"] for of_rank in found] == [(WORLD, True)] * WORLD
 
 
 def test_a_plain_trainer_gets_an_error_before_anything_is_updated(found: list[dict[str, Any]]) -> None:

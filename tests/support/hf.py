@@ -326,6 +326,36 @@ def recording() -> Any:
     return Recording
 
 
+def follow_noise(trainer: Any, since: Mapping[str, Any] | None = None) -> tuple[Any, Any]:
+    """Return the Trainer's GSNRCallback, and a meter that sees each step with the samples that its chunks really have.
+
+    ``since`` is that meter's state so far.
+    """
+    from transformers import TrainerCallback
+
+    from ds_vrgd.hf import GSNRCallback
+
+    meter, step, samples = ds_vrgd.NoiseScaleMeter(), trainer.training_step, []
+    if since is not None:
+        meter.load_state_dict(since)
+
+    def counted(model: Any, inputs: Any, *rest: Any) -> Any:
+        samples.append(len(inputs["input_ids"]))
+        return step(model, inputs, *rest)
+
+    class Counts(TrainerCallback):  # type: ignore[misc]
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            optimizer = find_optimizer(trainer.optimizer)
+            if not optimizer.overflow:
+                k = ds_vrgd.gsnr_stats(optimizer).k
+                meter.update(optimizer, sum(samples) * trainer.accelerator.num_processes / k)
+            samples.clear()
+
+    trainer.training_step = counted
+    trainer.add_callback(Counts())
+    return next(one for one in trainer.callback_handler.callbacks if isinstance(one, GSNRCallback)), meter
+
+
 def run_case(case: Case, output: Path) -> Result:
     """Train with the Trainer and the reference, and compare."""
     with fresh(fsdp=case.fsdp is not None):
