@@ -188,7 +188,7 @@ class GSNRCallback(TrainerCallback):  # type: ignore[misc]
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Count the step."""
-        if self._knows_noise:
+        if self._knows_noise and not _was_skipped(self._trainer):
             try:
                 self.meter.update(self._trainer.optimizer, self._chunk_size())
             except NoiseScaleUnknown as error:
@@ -236,8 +236,8 @@ class RankCallback(TrainerCallback):  # type: ignore[misc]
 
     ``trainer.add_callback(RankCallback(trainer))``. ``rank_norm_3``, ``rank_cosine_3`` and ``rank_deviation_3`` are
     those of rank 3 in the last step (``RankReport.whole``), and ``rank_events`` is the number of events since the last
-    record. The ranks are those that are compared with the one that logs: those of its node. A skipped step logs none.
-    docs/RANKS.md.
+    record, which is all that a skipped step logs. The ranks are those that are compared with the one that logs: those
+    of its node. docs/RANKS.md.
     """
 
     def __init__(self, trainer: Trainer) -> None:
@@ -248,18 +248,16 @@ class RankCallback(TrainerCallback):  # type: ignore[misc]
         recorder = find_optimizer(self._trainer.optimizer).recorder
         if logs is None or "loss" not in logs or recorder is None or recorder.report is None:
             return
-        if _was_skipped(self._trainer):
-            return
         record = {"rank_events": float(len(recorder.news()))}
-        for name, values in zip(("norm", "cosine", "deviation"), recorder.report.whole(), strict=True):
-            record |= {f"rank_{name}_{rank}": v for rank, v in zip(recorder.report.ranks, values, strict=True)}
+        if not _was_skipped(self._trainer):
+            for name, values in zip(("norm", "cosine", "deviation"), recorder.report.whole(), strict=True):
+                record |= {f"rank_{name}_{rank}": v for rank, v in zip(recorder.report.ranks, values, strict=True)}
         self._trainer.log(record)
 
 
 def _was_skipped(trainer: Trainer) -> bool:
-    """Return whether the last step was skipped: what was measured is that of the step before."""
-    overflow = find_optimizer(trainer.optimizer).overflow
-    return bool(overflow or trainer.accelerator.optimizer_step_was_skipped)
+    """Return whether the last step was skipped: what the optimizer has measured is then of an earlier one."""
+    return bool(trainer.accelerator.optimizer_step_was_skipped or find_optimizer(trainer.optimizer).overflow)
 
 
 def arguments_of(cls_and_kwargs: tuple[Any, dict[str, Any]] | None) -> dict[str, Any] | None:

@@ -38,6 +38,12 @@ def test_ranks_are_logged_after_the_loss_with_the_number_of_events() -> None:
     norms = torch.stack([of["w"].norm() for of in gradients])
     assert first["rank_norm_1"] == pytest.approx(float(norms[1] / norms.sort().values[1:3].mean()), rel=1e-5)
     assert {f"rank_{name}_{rank}" for name in ("norm", "cosine", "deviation") for rank in range(4)} < set(first)
+    logged.clear()
+    optimizer.overflow = True  # the report is of an earlier step
+    callback.on_log(None, None, None, logs={"loss": 1.0})
+    optimizer.overflow, accelerator.optimizer_step_was_skipped = False, True
+    callback.on_log(None, None, None, logs={"loss": 1.0})
+    assert logged == [{"rank_events": 0.0}] * 2
 
 
 def test_an_optimizer_without_a_watch_logs_nothing() -> None:

@@ -151,6 +151,26 @@ def test_noise_scale_after_a_resume_has_the_new_batch_size(tmp_path: Path) -> No
         assert callback.meter.state_dict() == expected.state_dict()
 
 
+def test_a_step_that_was_left_out_is_not_counted_in_a_second_training(tmp_path: Path) -> None:
+    """What the optimizer has measured is then of the last step of the first training."""
+    with fresh():
+        trainer = one_process(tmp_path, max_steps=2)
+        trainer.train()
+        callback, expected = follow_noise(trainer)
+        step = trainer.training_step
+
+        def spoiled(model: Any, *rest: Any) -> Any:
+            loss = step(model, *rest)
+            if trainer.state.global_step == 0:
+                next(model.parameters()).grad.mul_(float("nan"))
+            return loss
+
+        trainer.training_step = spoiled
+        trainer.train()
+        assert callback.meter.estimate().steps == 1
+        assert callback.meter.state_dict() == expected.state_dict()
+
+
 def one_process(tmp_path: Path, **changed: Any) -> Any:
     """A Trainer on one process, whose arguments may be changed before it trains."""
     case = changed.pop("case", Case(None))
