@@ -32,6 +32,16 @@ Trainer = Any
 _METER = "GSNRCallback.meter"
 
 
+class _Saved:
+    """The meter in the Trainer's state: whenever that is written, after whatever event, it is copied as a dict."""
+
+    def __init__(self, meter: NoiseScaleMeter) -> None:
+        self._meter = meter
+
+    def __deepcopy__(self, memo: Any) -> dict[str, Any]:
+        return self._meter.state_dict()
+
+
 class VRTrainerMixin:
     """A Trainer that also leaves its undecayed parameters (biases, norms) out of LAMB's and LARS's trust ratio.
 
@@ -185,6 +195,7 @@ class GSNRCallback(TrainerCallback):  # type: ignore[misc]
         self.meter = NoiseScaleMeter()
         if _METER in state.stateful_callbacks:
             self.meter.load_state_dict(state.stateful_callbacks[_METER])
+        state.stateful_callbacks[_METER] = _Saved(self.meter)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Count the step."""
@@ -195,12 +206,6 @@ class GSNRCallback(TrainerCallback):  # type: ignore[misc]
                 self._knows_noise = False
                 if state.is_world_process_zero:
                     world.warn(f"GSNRCallback logs no noise_scale: {error}.")
-        self.on_epoch_end(args, state, control)
-
-    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Keep the meter where a checkpoint is due."""
-        if control.should_save:
-            state.stateful_callbacks[_METER] = self.meter.state_dict()
 
     def _chunk_size(self) -> int:
         """Return the samples of a chunk of the last step."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import math
 import warnings
 from collections.abc import Callable
@@ -149,6 +150,32 @@ def test_noise_scale_after_a_resume_has_the_new_batch_size(tmp_path: Path) -> No
         trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
         assert callback.meter.estimate().steps == STEPS
         assert callback.meter.state_dict() == expected.state_dict()
+
+
+@pytest.mark.parametrize("saving", ["best", "steps"])
+def test_every_checkpoint_has_the_meter_of_its_own_step(tmp_path: Path, saving: str) -> None:
+    """An evaluation decides on "best", and a callback on the other, after the step has ended."""
+    from transformers import Trainer, TrainerCallback
+
+    class Evaluated(Trainer):  # type: ignore[misc]
+        def __init__(self, **arguments: Any) -> None:
+            super().__init__(eval_dataset=Corpus(), **arguments)
+
+    class Saves(TrainerCallback):  # type: ignore[misc]
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            control.should_save = control.should_save or state.global_step == 3
+
+    best = {"eval_strategy": "steps", "eval_steps": 1, "metric_for_best_model": "loss"} if saving == "best" else {}
+    with fresh():
+        saved = {"save_strategy": saving, "save_steps": 2, "max_steps": 4}
+        trainer = make_trainer(Case(None), tmp_path, base=Evaluated, **saved, **best)
+        trainer.add_callback(Saves())
+        trainer.train()
+    written = {path.parent.name: json.loads(path.read_text()) for path in tmp_path.glob("*/trainer_state.json")}
+    assert "checkpoint-3" in written
+    assert {name: int(name[-1]) for name in written} == {
+        name: state["stateful_callbacks"]["GSNRCallback.meter"]["steps"] for name, state in written.items()
+    }
 
 
 def test_a_step_that_was_left_out_is_not_counted_in_a_second_training(tmp_path: Path) -> None:
