@@ -179,13 +179,7 @@ class GSNRCallback(TrainerCallback):  # type: ignore[misc]
                 would see one chunk.
         """
         require_json_agrees(self._trainer)
-        try:
-            optimizer = find_optimizer(self._trainer.optimizer)
-        except TypeError as error:
-            raise RuntimeError(
-                f"GSNRCallback: {error}. Pass optimizer_cls_and_kwargs=(ds_vrgd.VRLAMB, {{...}}), or name one in the "
-                'DeepSpeed JSON\'s "optimizer" section.'
-            ) from error
+        optimizer = _optimizer_of(self._trainer, self)
         require_two_chunks(args, optimizer)
         given = arguments_of(self._trainer.optimizer_cls_and_kwargs) or {}
         if "weight_decay" in given and all(
@@ -248,6 +242,19 @@ class RankCallback(TrainerCallback):  # type: ignore[misc]
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
 
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Check that the ranks are compared.
+
+        Raises:
+            RuntimeError: the optimizer is not one of ds_vrgd.
+            ValueError: it has no ``watch``.
+        """
+        if _optimizer_of(self._trainer, self).recorder is None:
+            raise ValueError(
+                'RankCallback: watch=None, so nobody compares the ranks. Give the optimizer watch="log", "error" or a '
+                "function"
+            )
+
     def on_log(self, args: Any, state: Any, control: Any, logs: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
         """Log a record of the ranks after the record of the loss."""
         recorder = find_optimizer(self._trainer.optimizer).recorder
@@ -258,6 +265,21 @@ class RankCallback(TrainerCallback):  # type: ignore[misc]
             for name, values in zip(("norm", "cosine", "deviation"), recorder.report.whole(), strict=True):
                 record |= {f"rank_{name}_{rank}": v for rank, v in zip(recorder.report.ranks, values, strict=True)}
         self._trainer.log(record)
+
+
+def _optimizer_of(trainer: Trainer, callback: TrainerCallback) -> VROptimizer:
+    """Return the optimizer that a callback looks at.
+
+    Raises:
+        RuntimeError: it is not one of ds_vrgd.
+    """
+    try:
+        return find_optimizer(trainer.optimizer)
+    except TypeError as error:
+        raise RuntimeError(
+            f"{type(callback).__name__}: {error}. Pass optimizer_cls_and_kwargs=(ds_vrgd.VRLAMB, {{...}}), or name one "
+            'in the DeepSpeed JSON\'s "optimizer" section.'
+        ) from error
 
 
 def _was_skipped(trainer: Trainer) -> bool:
