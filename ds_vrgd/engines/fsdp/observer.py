@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ds_vrgd.engines.fsdp.exchange import UnitExchange
-from ds_vrgd.engines.fsdp.units import units_of
+from ds_vrgd.engines.fsdp.units import end_broken_pass, units_of
 from ds_vrgd.engines.patches import Patches
 from ds_vrgd.moments import BackwardPasses, Comparison, Moments, Ranks, ShardLayout, gathered, is_dtensor, local, weakly
 from ds_vrgd.optim import VROptimizer, checks, find_optimizer, world
@@ -73,11 +73,14 @@ class FSDPObserver(GradientObserver):
         self._forwards = self._ended = self._parts = 0
         self.ranks = Ranks(unit.device)
         # The window is dropped with the model's gradients, until detach() or as long as this lives.
-        patches, handle = Patches(), model.register_forward_pre_hook(weakly(self._count_forward))
+        patches, handle = Patches(), model.register_forward_pre_hook(weakly(self._begin_forward), prepend=True)
         patches.follow(model, "zero_grad", after=weakly(self.drop))
         self._unfollow = [weakref.finalize(self, handle.remove), weakref.finalize(self, patches.undo)]
 
-    def _count_forward(self, model: nn.Module, inputs: Any) -> None:
+    def _begin_forward(self, model: nn.Module, inputs: Any) -> None:
+        """Count a forward pass, and before it have FSDP2 end a backward pass that broke off."""
+        if torch._C._current_graph_task_id() == -1:  # no backward pass runs
+            end_broken_pass(self._units)
         self._forwards += torch.is_grad_enabled() and model.training
         for unit in self._units:
             unit.follow_freezing()
@@ -247,5 +250,5 @@ def _broken_pass() -> RuntimeError:
     return RuntimeError(
         "a backward pass of this window broke off (an exception, such as running out of memory), or compiled autograd "
         "ran it, and the gradients hold a part of it. Leave compiled autograd off. Where you catch an exception, call "
-        "optimizer.zero_grad(), and reset_iter_state() of the model if torch has it, and begin the window again."
+        "optimizer.zero_grad(), and begin the window again."
     )

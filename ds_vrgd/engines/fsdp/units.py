@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -76,6 +77,22 @@ class Unit:
             if whole is not None and whole.requires_grad != is_trained:
                 whole.requires_grad_(is_trained)
 
+    @property
+    def awaits_end(self) -> bool:
+        """Return whether FSDP2 waits for the end of a backward pass."""
+        return bool(self._state._state_ctx.post_backward_final_callback_queued)
+
+    @property
+    def _state(self) -> Any:
+        return self.module._get_fsdp_state()
+
+    def forget_pass(self) -> None:
+        """Forget what a backward pass that broke off has left in whole parameters, which no ``zero_grad`` reaches."""
+        for of_param in self._group.fsdp_params:
+            of_param.unsharded_accumulated_grad = None
+            if (whole := getattr(of_param, "_unsharded_param", None)) is not None:
+                whole.grad = None
+
     def reduce_unused(self, value: bool) -> bool:
         """Set whether a parameter without a gradient counts as zeros in the buffer; return whether it did."""
         before = bool(getattr(self._group, "reduce_scatter_unused_params", False))
@@ -115,6 +132,25 @@ def units_of(model: nn.Module) -> list[Unit]:
             "another. Give every fully_shard call the same mesh"
         )
     return units
+
+
+def end_broken_pass(units: Sequence[Unit]) -> None:
+    """Have FSDP2 forget a backward pass that broke off: it waits for the end of that one, and would see no other.
+
+    Raises:
+        RuntimeError: PyTorch is too old to forget it.
+    """
+    for unit in [unit for unit in units if unit.awaits_end]:
+        if unit.awaits_end:  # a root forgets it for all its units
+            root = next(state for state in unit._state._state_ctx.all_states if state._is_root)
+            if not hasattr(root, "_reset_iter_state"):
+                raise RuntimeError(
+                    "a backward pass broke off (an exception, such as running out of memory), or compiled autograd ran "
+                    f"it, and FSDP2 of torch {torch.__version__} waits for its end for ever. Build the model anew, or "
+                    "use torch 2.13 or newer"
+                )
+            root._reset_iter_state()
+        unit.forget_pass()
 
 
 def _not_sharded(model: nn.Module) -> str:

@@ -58,10 +58,13 @@ def seen(rank: int) -> dict[str, Any]:
         "policy": group.mp_policy == policy,
         "device": torch.device(group.device).type,
     }  # fmt: skip
+    found["whole"] = [hasattr(of_param, "unsharded_accumulated_grad") for of_param in group.fsdp_params]
     recorder = Recorder()
     layer.set_custom_reduce_scatter(recorder)  # type: ignore[operator]
     layer(torch.ones(2, 3, device=DEVICE)).sum().backward()
     found["calls"] = recorder.calls
+    found["waits"] = (state._state_ctx.post_backward_final_callback_queued, state._state_ctx.all_states == [state])
+    found["root"] = (state._is_root, hasattr(state, "_reset_iter_state"))
     found["kept in fp32"] = bool((layer.weight.grad.to_local() == 1.0 + 2.0**-20).all())  # type: ignore[union-attr, operator]
     parts = [(local(weight), weight.to_local()) for weight in (layer.weight, layer.weight.grad)]  # type: ignore[operator, union-attr]
     found["parts"] = [
@@ -93,6 +96,9 @@ def test_public_methods(name: str) -> None:
         ("divisor", None),
         ("policy", True),
         ("device", DEVICE),
+        ("whole", [True, True]),
+        ("waits", (False, True)),
+        ("root", (True, hasattr(FSDPModule, "reset_iter_state"))),
     ],
 )
 def test_what_a_unit_is_read_from(found: list[dict[str, Any]], name: str, right: Any) -> None:
