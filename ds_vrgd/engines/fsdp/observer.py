@@ -222,6 +222,12 @@ class FSDPObserver(GradientObserver):
         unit = self._units[0]
         return self._parts * unit.ranks * unit.replicas / unit.divisor * unit.divided_before
 
+    def drop(self) -> None:
+        """Forget the window's chunks with its gradients, and what FSDP2 would merge with the next one's."""
+        for unit in self._units:
+            unit.forget_unsharded()
+        super().drop()
+
     def after_step(self) -> None:
         """End the window with the step."""
         if self._parts and self._forwards > self._parts and not self._told and world.is_first():

@@ -86,8 +86,8 @@ class Unit:
     def _state(self) -> Any:
         return self.module._get_fsdp_state()
 
-    def forget_pass(self) -> None:
-        """Forget what a backward pass that broke off has left in whole parameters, which no ``zero_grad`` reaches."""
+    def forget_unsharded(self) -> None:
+        """Throw away what was not reduced, as a pass without a sync or one that broke off: no ``zero_grad`` does."""
         for of_param in self._group.fsdp_params:
             of_param.unsharded_accumulated_grad = None
             if (whole := getattr(of_param, "_unsharded_param", None)) is not None:
@@ -150,7 +150,7 @@ def end_broken_pass(units: Sequence[Unit]) -> None:
                     "use torch 2.13 or newer"
                 )
             root._reset_iter_state()
-        unit.forget_pass()
+        unit.forget_unsharded()
 
 
 def _not_sharded(model: nn.Module) -> str:

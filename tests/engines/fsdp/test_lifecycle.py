@@ -280,6 +280,13 @@ def noise_in(dtype: torch.dtype) -> list[float]:
     return [float(noise.trace.sum()), float(noise.signal.sum())]
 
 
+def unsynced(model: Any, optimizer: Any) -> None:
+    """Throw a micro-batch away whose gradient FSDP2 would have merged with the next one's."""
+    model.set_requires_gradient_sync(False)
+    model(batches(0, 1)[0].to(DEVICE)).backward()
+    optimizer.zero_grad()
+
+
 def break_off(model: Any, layer: str) -> None:
     """Run a backward pass that breaks off where it comes to a layer; the model itself is where it begins."""
 
@@ -544,6 +551,7 @@ def everything(rank: int) -> dict[str, Any]:
     return {
         "discards": {name: follow(CASE, discard) for name, discard in DISCARDS.items()},
         "edited": follow(CASE, spoil=edited),
+        "unsynced": [follow(replace(CASE, optimizer=name), unsynced) for name in ("VRLAMB", "VRSGD")],
         "clipped": {name: clipped(case) for name, case in CLIPPED.items()},
         "zeroed by hand": zeroed_by_hand(),
         "some": some_set_to_none(),
@@ -616,6 +624,10 @@ def found() -> list[dict[str, Any]]:
 @pytest.mark.parametrize("way", DISCARDS)
 def test_what_was_thrown_away_is_no_chunk(found: list[dict[str, Any]], way: str) -> None:
     assert all(of_rank["discards"][way] <= 8e-7 for of_rank in found)
+
+
+def test_a_micro_batch_that_was_thrown_away_without_a_sync_is_in_no_chunk(found: list[dict[str, Any]]) -> None:
+    assert all(max(of_rank["unsynced"]) <= 8e-7 for of_rank in found)
 
 
 def test_an_edit_takes_the_means_place_and_the_ratio_stays(found: list[dict[str, Any]]) -> None:
