@@ -1,4 +1,4 @@
-"""What all adapters share whose gradient of a step is what ``step()`` finds in ``.grad``."""
+"""The base of the adapters whose gradient of a step is what ``step()`` finds in ``.grad``."""
 
 from __future__ import annotations
 

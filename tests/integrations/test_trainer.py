@@ -179,7 +179,7 @@ def test_every_checkpoint_has_the_meter_of_its_own_step(tmp_path: Path, saving: 
 
 
 def test_a_step_that_was_left_out_is_not_counted_in_a_second_training(tmp_path: Path) -> None:
-    """What the optimizer has measured is then of the last step of the first training."""
+    """The optimizer still has the numbers of the last step of the first training."""
     with fresh():
         trainer = one_process(tmp_path, max_steps=2)
         trainer.train()

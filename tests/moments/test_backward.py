@@ -1,4 +1,4 @@
-"""Where a backward pass begins and ends, also with another one inside, and what a pass that broke off has left."""
+"""Backward passes: their beginning and end, one inside another, and the remains of one that broke off."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an optimizer's argument ``watch`` does: the report of every step, and a line or an error for what it shows."""
+"""The work of an optimizer's argument ``watch``: a report of every step, and a line or an error for what it shows."""
 
 from __future__ import annotations
 
