@@ -26,14 +26,20 @@ OFFLOAD = {"offload_optimizer": {"device": "cpu"}}
 MODES = [(stage, mode) for stage in range(4) for mode in ("auto", "observe") if stage or mode == "auto"]
 
 
+def beside(engine: Any, case: Case) -> tuple[Any, DenseOptimizer]:
+    """Return a plain copy of the engine's new model, and the dense optimizer at its weights."""
+    plain = make_model().to(engine.device)
+    start = {name: weight.cpu().double() for name, weight in plain.named_parameters() if weight.requires_grad}
+    reference = DenseOptimizer(case.optimizer, start, reference_groups(start, case), **case.hyper())
+    return plain, reference
+
+
 def interrupted(rank: int, case: Case) -> dict[str, Any]:
     """Evaluation in the middle of windows, and a forward pass that fails; then a backward pass that fails."""
     engine = build(case, WORLD)
     breaks = [False]
     engine.module.up.register_forward_hook(lambda module, inputs, out: OutOfMemory.apply(out) if breaks[0] else None)
-    plain = make_model().to(engine.device)
-    start = {name: weight.cpu().double() for name, weight in plain.named_parameters() if weight.requires_grad}
-    reference = DenseOptimizer(case.optimizer, start, reference_groups(start, case), **case.hyper())
+    plain, reference = beside(engine, case)
     for step in range(2):
         tokens = [t.to(engine.device) for t in batches(step, ACCUMULATION * WORLD)]
         with whole_weights(engine) as weights:
@@ -70,9 +76,7 @@ def freezing(rank: int, case: Case, *, before_step: bool) -> float:
     What it has computed stays in the window's mean, as without an engine, and in the other micro-batches it is zero.
     """
     engine = build(case, WORLD)
-    plain, weight = make_model().to(engine.device), engine.module.up.weight
-    start = {name: weight.cpu().double() for name, weight in plain.named_parameters() if weight.requires_grad}
-    reference = DenseOptimizer(case.optimizer, start, reference_groups(start, case), **case.hyper())
+    (plain, reference), weight = beside(engine, case), engine.module.up.weight
     for step in range(2):
         tokens = [t.to(engine.device) for t in batches(step, ACCUMULATION * WORLD)]
         with whole_weights(engine) as weights:
@@ -90,7 +94,7 @@ def freezing(rank: int, case: Case, *, before_step: bool) -> float:
             if is_last or not case.unmanaged:
                 engine.step()
     with whole_weights(engine) as weights:
-        error = relative_error({name: weights[name].cpu().flatten() for name in start}, reference)
+        error = relative_error({name: weights[name].cpu().flatten() for name in reference.params}, reference)
     engine.destroy()
     return error
 

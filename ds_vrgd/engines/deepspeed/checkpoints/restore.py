@@ -104,8 +104,7 @@ def _files_to_read(engine: Engine, folder: Path, tag: str | None) -> list[Path]:
     """Return the files of a checkpoint that hold pickles; none where DeepSpeed would find no checkpoint."""
     if tag is None:
         plain, converted = folder / "latest", folder / "latest_universal"
-        is_universal = engine.load_universal_checkpoint()
-        latest = converted if is_universal else plain
+        latest = converted if engine.load_universal_checkpoint() else plain
         if not latest.is_file():
             if plain.is_file():
                 raise CheckpointError(
