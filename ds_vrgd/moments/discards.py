@@ -36,13 +36,15 @@ class Discards:
     """Finds gradients that were thrown away in place between two backward passes.
 
     ``module.zero_grad(set_to_none=False)`` and ``p.grad.data.zero_()`` leave a ``.grad`` of zeros in place of one that
-    was not zero; zeros that autograd itself left do not count. One pass over the gradients after each backward pass,
-    and one before the next, whose result is best asked for at the end of that: then nobody waits for it.
+    was not zero; zeros that autograd itself left do not count. A ``.grad`` that is gone was thrown away whatever it
+    was. One pass over the gradients after each backward pass, and one before the next, whose result is best asked for
+    at the end of that: then nobody waits for it.
     """
 
     def __init__(self) -> None:
         self._left: list[tuple[list[Tensor], Tensor]] = []
         self._looked: list[tuple[list[Tensor], Callable[[], Sequence[Tensor]]]] = []
+        self._absent: set[Tensor] = set()
 
     def record(self, params: Iterable[Tensor]) -> None:
         """Remember which parameters' ``.grad`` holds anything after a backward pass."""
@@ -50,6 +52,7 @@ class Discards:
 
     def look(self) -> None:
         """Compare the gradients with what the last backward pass has left; nothing waits."""
+        self._absent = {param for params, _ in self._left for param in params if param.grad is None}
         for params, before in self._left:
             held, zero = [param for param in params if param.grad is not None], before.new_zeros(())
             norms = dict(zip(held, _largest(held), strict=True))
@@ -60,14 +63,19 @@ class Discards:
         """Return the parameters whose gradient was there after a backward pass, and gone at the look that followed."""
         looked, self._looked = self._looked, []
         flags = [(params, wait()[0].tolist()) for params, wait in looked]
-        return [param for params, gone in flags for param, is_gone in zip(params, gone, strict=True) if is_gone]
+        pairs = [pair for params, gone in flags for pair in zip(params, gone, strict=True)]
+        return [param for param, is_gone in pairs if is_gone or param in self._absent]
 
     def are_all(self, discarded: Iterable[Tensor]) -> bool:
-        """Return whether the last backward pass left nothing except for what was discarded."""
+        """Return whether the last backward pass left nothing except for what was discarded.
+
+        Zeros that are in ``.grad`` still may have been thrown away with all others in place, and were not where others
+        are gone.
+        """
         gone = set(discarded)
         left = [pair for params, norms in self._left for pair in zip(params, norms.tolist(), strict=True)]
-        return all(param in gone or not norm for param, norm in left)
+        return all(param in gone or not (norm or self._absent) for param, norm in left)
 
     def clear(self) -> None:
         """Begin the next window."""
-        self._left, self._looked = [], []
+        self._left, self._looked, self._absent = [], [], set()

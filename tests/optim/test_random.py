@@ -138,7 +138,8 @@ class Program:
         self.optimizer.step()
         if all(torch.isfinite(grad).all() for part in (mean, *chunks) for grad in part.values()):
             self.reference.step(chunks, mean=mean)
-            self.had_ratio = self.had_ratio or len(chunks) > 1
+            judged = any(group["gamma"] < 1.0 for group in self.optimizer.param_groups)
+            self.had_ratio = self.had_ratio or (judged and len(chunks) > 1)
         self.optimizer.zero_grad()
         self.chunks, self.mean = [], {}
 

@@ -185,6 +185,34 @@ def test_a_skipped_step_leaks_nothing(clear: Clear) -> None:
     same(model, reference)
 
 
+def by_layer(model: nn.Module, optimizer: VROptimizer) -> None:
+    model.b.grad = None  # type: ignore[union-attr]
+
+
+def by_layer_in_place(model: nn.Module, optimizer: VROptimizer) -> None:
+    model.b.grad.zero_()  # type: ignore[union-attr,operator]
+
+
+@pytest.mark.parametrize(
+    ("clear", "k"),
+    # where b's zeros lie beside a's own, nobody can tell whether a's were set there too
+    [(by_layer, 3), (by_layer_in_place, 2), (by_optimizer, 2), (by_optimizer_in_place, 2), (by_model, 2)],
+)
+def test_a_gradient_of_zero_goes_with_all_others_alone(clear: Clear, k: int) -> None:
+    model = Regression()
+    optimizer = VRAdam(model.parameters(), lr=0.1)
+    reference = reference_of(optimizer, model)
+    (model.a * 0.0 + model.b).sum().backward()
+    clear(model, optimizer)
+    chunks: list[dict[str, Tensor]] = [{"a": torch.zeros_like(model.a)}][: k - 2] + chunks_of(model, range(2))
+    for micro_batch in range(2):
+        (model.loss(micro_batch) / k).backward()
+    optimizer.step()
+    reference.step(chunks)
+    assert gsnr_stats(optimizer).k == k
+    same(model, reference)
+
+
 @pytest.mark.parametrize("at", [1, 2, 3])
 def test_a_state_that_is_loaded_within_a_window_leaves_its_chunks(at: int) -> None:
     # their gradients are in .grad, which a state dict does not touch
