@@ -3,7 +3,8 @@
 A small causal language model is trained with fixed batches, with a batch that doubles at fixed numbers of examples, and
 with a batch that follows ``ds_vrgd.NoiseScaleMeter``. Every policy measures the noise (gamma = 0.999999, so that the
 step is the base optimizer's) and has k = 8 micro-batches. Its rate goes with the square root of the batch and is tuned
-on one seed: by factors of two until the best has a worse one on either side, then by half steps about the best. Three
+on one seed: by factors of two until the best has a worse one on either side, then by half steps about the best. Large
+fixed batches have a second warm-up, since that of all policies is few of their updates; the better one counts. Three
 other seeds are reported. After the warm-up the rate is constant, so that the loss after n examples does not depend on
 when the run ends.
 """
@@ -52,6 +53,8 @@ BATCHES = (32, 64, 128, 256, 512)
 RATES = (5e-4, 1e-3, 2e-3)
 HALF_STEP = math.sqrt(2.0)
 EXAMPLES = 262_144
+#: Examples over which the rate rises; of fixed batches also this many updates, where these are more examples.
+WARMUP, WARMUP_UPDATES = 8_192, 128
 TARGET = 5.0
 
 
@@ -113,9 +116,12 @@ def settings(size: str) -> list[Setting]:
     if size == FULL:
         one = Setting(
             "small", GENERAL_8K, 64, EXAMPLES, 2560, TARGET, "AdamW", FIXED, BATCHES[0], BATCHES[-1], BATCHES[0],
-            RATES[0], TUNING, warmup=8192, interval=2048, held_out=512,
+            RATES[0], TUNING, warmup=WARMUP, interval=2048, held_out=512,
         )  # fmt: skip
-        return [replace(policy, rate=rate) for policy in _policies(one, BATCHES) for rate in RATES]
+        policies = _policies(one, BATCHES)
+        policies += [replace(policy, warmup=of) for policy in policies
+                     if policy.policy == FIXED and (of := WARMUP_UPDATES * policy.batch) > WARMUP]  # fmt: skip
+        return [replace(policy, rate=rate) for policy in policies for rate in RATES]
     one = Setting(
         "toy", SPEECHES, 16, 512, 32, 7.4, "AdamW", FIXED, 16, 64, 16, 8e-3, TUNING, warmup=128, interval=64,
         held_out=64, decay=0.9, every=4, widest=4.0,

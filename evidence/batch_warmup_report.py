@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 from benchmarks.pages import table
 from evidence.experiment import Row
 from evidence.report import grouped
-from evidence.tuning import best
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -29,7 +28,8 @@ COLORS = {FIXED: "grey", BY_HAND: "C1", METER: "C0"}
 
 def policy_of(fields: Mapping[str, Any]) -> tuple[Any, ...]:
     """Return the fields that all settings of one policy share."""
-    return tuple(fields[name] for name in ("model", "text", "examples", "target", "optimizer", "policy", "batch"))
+    names = ("model", "text", "examples", "target", "optimizer", "policy", "batch", "warmup")
+    return tuple(fields[name] for name in names)
 
 
 @dataclass(frozen=True)
@@ -70,9 +70,10 @@ def worth(row: Row) -> float:
 
 @dataclass(frozen=True)
 class Policy:
-    """One policy at its best rate.
+    """One policy at its best rate, with its best warm-up.
 
     Attributes:
+        warmup: examples.
         rate: at the base batch.
         edge: whether that is the least or the largest rate that was tried.
         rows: the reported ones by seed.
@@ -80,6 +81,7 @@ class Policy:
 
     kind: str
     batch: int
+    warmup: int
     rate: float
     edge: bool
     rows: dict[int, Row]
@@ -107,19 +109,25 @@ def policies(rows: Sequence[Row]) -> list[Policy]:
     for (kind, batch), of in grouped(rows, "policy", "batch").items():
         tuned = [row for row in of if row["seed"] == TUNING]
         if tuned:
-            rate = best(tuned, "rate", worth)[0]
-            tried = {row["rate"] for row in tuned}
-            reported = {row["seed"]: row for row in of if row["rate"] == rate and row["seed"] in REPORTED}
-            found.append(Policy(kind, batch, rate, rate in (min(tried), max(tried)), reported))
+            at_best = max(tuned, key=worth)
+            rate, warmup = at_best["rate"], at_best["warmup"]
+            alike = [row for row in of if row["warmup"] == warmup]
+            tried = {row["rate"] for row in alike if row["seed"] == TUNING}
+            reported = {row["seed"]: row for row in alike if row["rate"] == rate and row["seed"] in REPORTED}
+            found.append(Policy(kind, batch, warmup, rate, rate in (min(tried), max(tried)), reported))
     return sorted(found, key=lambda one: (list(COLORS).index(one.kind), one.batch))
 
 
 def examples_of_fixed(fixed: Sequence[Crossing], updates: float) -> float | None:
     """Return the examples that fixed batches need if they are to take ``updates``, between two of them on a log scale.
 
-    None where the updates are fewer than those of the largest batch, or more than those of the smallest.
+    Those batches do not count that need as many examples as one with fewer updates. None where the updates are fewer
+    than those of the quickest batch, or more than those of the thriftiest.
     """
-    points = sorted((one.updates, one.examples) for one in fixed if math.isfinite(one.updates))
+    points: list[tuple[float, float]] = []
+    for point in sorted((one.updates, one.examples) for one in fixed if math.isfinite(one.updates)):
+        if not points or point[1] < points[-1][1]:
+            points.append(point)
     for (fewer, of_fewer), (more, of_more) in pairwise(points):
         if fewer <= updates <= more and fewer < more:
             share = math.log(updates / fewer) / math.log(more / fewer)
@@ -193,6 +201,7 @@ def _cells(policy: Policy, target: float) -> list[str]:
     return [
         policy.label,
         f"{policy.rate:.3g}{' (edge)' if policy.edge else ''}",
+        f"{policy.warmup:,}",
         _spread([one.examples for one in found]),
         _spread([one.updates for one in found]),
         ", ".join(f"{batch:,}" for batch in batches),
@@ -220,7 +229,8 @@ def tables(rows: Sequence[Row]) -> list[str]:
         for target in targets(of):
             lines += [f"To a held-out loss of {target:.2f}:", ""]
             header = [
-                "batch", f"rate at batch {one['base_batch']}", "examples", "updates", "batch there", "noise scale there"
+                "batch", f"rate at batch {one['base_batch']}", "warm-up", "examples", "updates", "batch there",
+                "noise scale there",
             ]  # fmt: skip
             lines += table(header, [_cells(policy, target) for policy in found])
             lines += [" ".join(verdict(found, target)), ""]

@@ -67,7 +67,10 @@ def fitted_batch(excess: Mapping[int, float], trunk: int, progress: float) -> fl
 
     Args:
         excess: as of :func:`critical_batch`.
-        progress: fall of the loss with the trunk's batch; infinity is returned where it is not positive.
+        progress: fall of the loss with the trunk's batch.
+
+    Returns:
+        Infinity where the progress is not positive, or no batch makes less of it, so that the fit has no end.
     """
     if not progress > 0.0:
         return math.inf
@@ -77,7 +80,8 @@ def fitted_batch(excess: Mapping[int, float], trunk: int, progress: float) -> fl
         return sum((share - (trunk + critical) / (batch + critical)) ** 2 for batch, share in kept.items())
 
     tried: list[float] = [2.0 ** (power / 20) for power in range(400)]
-    return min(tried, key=squares)
+    found = min(tried, key=squares)
+    return found if found < tried[-1] else math.inf
 
 
 def best_excess(point: Row) -> dict[int, float]:
@@ -231,7 +235,9 @@ def _spread(ordered: Sequence[float]) -> str:
 
 
 def _ratio(noise_scale: float, batch: float) -> str:
-    return f"{noise_scale / batch:.2f}" if math.isfinite(noise_scale) else "lost in the noise"
+    if not math.isfinite(noise_scale):
+        return "lost in the noise"
+    return f"{noise_scale / batch:.2f}" if math.isfinite(batch) else ""
 
 
 def _number(value: float) -> str:

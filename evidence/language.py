@@ -156,6 +156,8 @@ def _variants(setting: Setting, base: str) -> list[Setting]:
     twin, of_base = _pair(setting, base)
     clipped = [replace(one, clipping=CLIPPING) for one in (of_base, twin)]
     controls = [replace(twin, control=name) for name in CONTROLS]
+    # What GSNR adds to clipping may have another cause than what it gives without.
+    clipped += [replace(one, clipping=CLIPPING) for one in controls]
     return [*clipped, *controls, replace(of_base, warmup=0.35), replace(of_base, beta2=0.98)]
 
 
@@ -163,7 +165,7 @@ def follow_up(size: str, rows: Sequence[Row]) -> list[Setting]:
     """Rates, their half steps and the reported seeds: of each twin and its base, then of their variants.
 
     A twin and its base share all that one of them has tried or calls for, so that their grids are equal. Variants are
-    tuned at beta1 = 0.9, and clipped ones at the best beta1, too.
+    tuned at beta1 = 0.9, and clipped twin and base at the best beta1, too.
     """
     if size != FULL:
         return []
@@ -185,7 +187,8 @@ def follow_up(size: str, rows: Sequence[Row]) -> list[Setting]:
             of_original, of_variant = of_pair[variant.optimizer == base], by_arm.get(arm_of(vars(variant)), [])
             if not _complete(of_original, called[variant.optimizer == base]):
                 continue
-            at_best = best_point(of_original, task.betas)[0] if variant.clipping else BETA1
+            is_tuned = variant.clipping and variant.control == NO_CONTROL
+            at_best = best_point(of_original, task.betas)[0] if is_tuned else BETA1
             for beta1 in dict.fromkeys((BETA1, at_best)):
                 _, rate = best_point(of_original, (beta1,))
                 calls = _search([row for row in of_variant if row["beta1"] == beta1], (beta1,), rate)

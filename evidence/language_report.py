@@ -33,12 +33,14 @@ class Arm:
     """One optimizer or variant at its best beta1 and rate.
 
     Attributes:
+        control: of the twin, or ``NO_CONTROL``.
         clipped: whether its gradient is.
         rows: the reported ones by seed.
     """
 
     optimizer: str
     label: str
+    control: str
     clipped: bool
     beta1: float
     rate: float
@@ -82,11 +84,13 @@ def _label(row: Row) -> str:
 def comparisons(rows: Sequence[Row], base: str) -> list[list[Arm]]:
     """Return the arms of a base at one task: at beta1 = 0.9, and where another beta1 is better, at the best one.
 
-    The base comes first and its twin second. A variant has the beta1 of the optimizer that it is a variant of. Where
-    both are there clipped, a comparison of these two follows.
+    The base comes first and its twin second, then all others by their names, controls last. A variant has the beta1 of
+    the optimizer that it is a variant of. Where both are there clipped, a comparison of what is clipped follows,
+    which alone has the clipped controls.
     """
     names = (base, f"VR{base}")
-    by_arm = grouped([row for row in rows if row["optimizer"] in names], *VARIANT)
+    ordered = sorted(rows, key=lambda row: (row["control"] != NO_CONTROL, _label(row)))
+    by_arm = grouped([row for row in ordered if row["optimizer"] in names], *VARIANT)
     originals = {name: by_arm.get((name, NO_CONTROL, BETA2, WARMUP, None), []) for name in names}
     found: list[list[Arm]] = []
     for betas in ((BETA1,), tuple(row["beta1"] for row in rows)):
@@ -100,8 +104,10 @@ def comparisons(rows: Sequence[Row], base: str) -> list[list[Arm]]:
             if any(row["seed"] in TUNING for row in own):
                 rate = best_point(own, (beta1,))[1]
                 at_best = {row["seed"]: row for row in own if row["rate"] == rate and row["seed"] in REPORTED}
-                arms.append(Arm(of[0]["optimizer"], _label(of[0]), of[0]["clipping"] is not None, beta1, rate, at_best))
-        for compared in (arms, [arm for arm in arms if arm.clipped]):
+                one, is_clipped = of[0], of[0]["clipping"] is not None
+                arms.append(Arm(one["optimizer"], _label(one), one["control"], is_clipped, beta1, rate, at_best))
+        clipped = [arm for arm in arms if arm.clipped]
+        for compared in ([arm for arm in arms if arm not in clipped or arm.control == NO_CONTROL], clipped):
             if compared not in found and {arm.optimizer for arm in compared} == set(names):
                 found.append(compared)
     return found
@@ -113,7 +119,7 @@ def _tasks(rows: Sequence[Row]) -> list[list[Row]]:
 
 
 def _bases(rows: Sequence[Row]) -> list[str]:
-    return list(dict.fromkeys(row["optimizer"].removeprefix("VR") for row in rows))
+    return sorted({row["optimizer"].removeprefix("VR") for row in rows})
 
 
 def _cells(first: Arm, base: Arm, twin: Arm, arm: Arm) -> list[str]:

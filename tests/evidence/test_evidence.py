@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -134,10 +134,18 @@ def test_several_workers_measure_the_same(monkeypatch: pytest.MonkeyPatch, tmp_p
 
 @pytest.mark.parametrize("path", sorted((ROOT / "evidence/rows").glob("*.json")), ids=lambda path: path.stem)
 def test_the_rows_that_are_kept_are_those_of_settings(path: Path) -> None:
-    """A sweep goes on with them: none would be measured again because a field has changed."""
+    """A sweep goes on with them: none would be measured again because a field has changed.
+
+    Not all are called for: others may have made another point the best that variants start from.
+    """
     rows, experiment = Rows(path), load(path.stem)
+    kinds = {type(one): one for one in experiment.settings(SIZES[-1])}.values()
+    for row in json.loads(path.read_text())["rows"]:
+        one = next(one for one in kinds if row.keys() >= asdict(one).keys())
+        kept = {name: tuple(row[name]) if isinstance(row[name], list) else row[name] for name in asdict(one)}
+        assert rows.find(row["size"], replace(one, **kept)) == row
     found = [row for size in SIZES for row in rows.of(size, called_for(experiment, size, rows))]
-    assert len(found) == len(json.loads(path.read_text())["rows"]) > 0
+    assert len(found) > 0.9 * len(json.loads(path.read_text())["rows"])
 
 
 def test_workers_are_shared_out_to_the_gpus_that_are_visible(monkeypatch: pytest.MonkeyPatch) -> None:

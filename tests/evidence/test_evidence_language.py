@@ -124,8 +124,10 @@ def test_what_is_reported_was_not_tuned_on_and_is_the_best_of_the_grid(full: lis
         if "AdamW" in task.controlled:
             at_default, of_clipped, tuned, of_tuned_and_clipped = groups
             for of in (of_clipped, of_tuned_and_clipped, tuned[2:]):
-                assert [arm.label for arm in of] == clipped
+                assert [arm.label for arm in of[:2]] == clipped
                 assert {arm.beta1 for arm in of} == {BETA1 if of is of_clipped else 0.8}
+                controls = {f"VRAdamW, {name}, clipping 1" for name in CONTROLS if of is of_clipped}
+                assert {arm.label for arm in of[2:]} == controls
             assert [arm.label for arm in tuned[:2]] == ["AdamW", "VRAdamW"]
         else:
             at_default, tuned = groups
@@ -148,7 +150,8 @@ def test_a_control_starts_where_its_twin_ended_and_is_tuned_as_well(full: list[R
     at_first_task = of_task(full, language.TASKS[0])
     twin = [row for row in at_first_task if row["optimizer"] == "VRAdamW" and row["control"] == "none"]
     for name in CONTROLS:
-        rows = [row for row in at_first_task if row["optimizer"] == "VRAdamW" and row["control"] == name]
+        of_twin = [row for row in at_first_task if row["optimizer"] == "VRAdamW" and row["clipping"] is None]
+        rows = [row for row in of_twin if row["control"] == name]
         assert {row["beta1"] for row in rows} == {BETA1}
         point = best_point(twin, (BETA1,))
         assert best_point(rows, (BETA1,)) == point
