@@ -7,10 +7,9 @@ from typing import Any, Literal
 
 from ds_vrgd_recipes.run import checkpoint
 from ds_vrgd_recipes.run.launch import fill_deepspeed_config
-from ds_vrgd_recipes.run.loop import Task
+from ds_vrgd_recipes.run.loop import Task, describe
 from ds_vrgd_recipes.run.output import AUTO, check_output
 from ds_vrgd_recipes.run.ranks import Ranks
-from ds_vrgd_recipes.run.settings import mathematics
 from ds_vrgd_recipes.run.start import rehearse
 
 
@@ -25,7 +24,8 @@ def check_only(
         InputError: something that the user gave cannot be used.
     """
     run, ranks = task.run, Ranks()
-    finished = ranks.on_rank_zero(lambda: check_output(run, output, resume))
+    settings = ranks.on_rank_zero(lambda: describe(task, deepspeed_config, ranks))
+    finished = ranks.on_rank_zero(lambda: check_output(run, settings, output, resume))
     if finished is not None:
         return finished
     find = checkpoint.find_last if resume == AUTO else checkpoint.find
@@ -34,7 +34,7 @@ def check_only(
         lambda: fill_deepspeed_config(deepspeed_config, run.batches, 0, ranks.size, output, task.group_options)
     )
     if found is not None:
-        description = task.describe(config) | mathematics(config, ranks.size, task.group_options)
+        description = describe(task, config, ranks)
         ranks.on_rank_zero(lambda: checkpoint.check(found, description))
     folder = getattr(run, "prepared_data", None) or output / "data"
     ranks.on_rank_zero(lambda: task.check_data(folder))

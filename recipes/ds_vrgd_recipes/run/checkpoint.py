@@ -25,7 +25,7 @@ from ds_vrgd_recipes.run.log import has_begun
 from ds_vrgd_recipes.run.manifest import remove_manifest, saved_bytes, write_manifest
 from ds_vrgd_recipes.run.ranks import Ranks
 from ds_vrgd_recipes.run.saving import save_checkpoint
-from ds_vrgd_recipes.run.settings import arguments_of_groups, with_defaults
+from ds_vrgd_recipes.run.settings import arguments_of_groups, difference, with_defaults
 
 #: Named after the first such run: existing checkpoints have it.
 _DESCRIPTION = "pretraining.json"
@@ -197,7 +197,7 @@ def check(resumption: Resumption, description: dict[str, Any]) -> None:
         elif key == "optimizer_params" or (key == "ranks" and _any_ranks(resumption, saved)):
             continue
         if was != wanted:
-            differences.append(_difference(key, was, wanted))
+            differences.append(difference(key, was, wanted))
     if differences:
         raise InputError(_other_run(resumption, differences))
 
@@ -223,7 +223,7 @@ def load(engine: Any, resumption: Resumption) -> None:
     loaded_groups = arguments_of_groups(engine.optimizer.param_groups)  # what DeepSpeed has loaded over the new ones
     was = [{key: group.get(key, own[key]) for key in own} for group, own in zip(loaded_groups, built, strict=True)]
     if was != built:
-        raise InputError(_other_run(resumption, [_difference("optimizer_params", was, built)]))
+        raise InputError(_other_run(resumption, [difference("optimizer_params", was, built)]))
 
 
 def _other_run(resumption: Resumption, differences: list[str]) -> str:
@@ -349,19 +349,6 @@ def _any_ranks(resumption: Resumption, saved: dict[str, Any]) -> bool:
     Without ZeRO DeepSpeed's BF16_Optimizer has shards, too, and loads them only on the same number of ranks.
     """
     return saved["optimizer"] in NAMES and (saved["zero_stage"] > 0 or not resumption.is_sharded)
-
-
-def _difference(key: str, was: Any, wanted: Any) -> str:
-    """Describe only the values that differ, down to the single key."""
-    if isinstance(was, list) and isinstance(wanted, list) and len(was) == len(wanted):
-        was, wanted = dict(enumerate(was, start=1)), dict(enumerate(wanted, start=1))
-    if isinstance(was, dict) and isinstance(wanted, dict):
-        return ", ".join(
-            _difference(f"{key}.{name}", was.get(name, "not given"), wanted.get(name, "not given"))
-            for name in {**was, **wanted}
-            if was.get(name, "not given") != wanted.get(name, "not given")
-        )
-    return f"{key}={was}, not {wanted}"
 
 
 def _read(path: Path) -> dict[str, Any]:

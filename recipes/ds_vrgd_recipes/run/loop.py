@@ -304,6 +304,11 @@ class PlainEngine:
             self.optimizer.zero_grad()
 
 
+def describe(task: Task, config: Mapping[str, Any], ranks: Ranks) -> dict[str, Any]:
+    """Return what two runs of one run file must agree on to be the same."""
+    return task.describe(dict(config)) | mathematics(config, ranks.size, task.group_options)
+
+
 def train(task: Task, deepspeed_config: dict[str, Any], output: Path, resume: Path | Literal["auto"] | None) -> str:
     """Run or resume a training. Collective; torch.distributed is initialised.
 
@@ -322,7 +327,8 @@ def train(task: Task, deepspeed_config: dict[str, Any], output: Path, resume: Pa
         Interrupted: SIGTERM came, and all ranks have saved.
     """
     run, ranks = task.run, Ranks()
-    if (finished := ranks.on_rank_zero(lambda: check_output(run, output, resume))) is not None:
+    settings = ranks.on_rank_zero(lambda: describe(task, deepspeed_config, ranks))
+    if (finished := ranks.on_rank_zero(lambda: check_output(run, settings, output, resume))) is not None:
         return finished
     found = find_start(ranks, output, resume)
     done = found.step if found else 0
@@ -330,7 +336,7 @@ def train(task: Task, deepspeed_config: dict[str, Any], output: Path, resume: Pa
     config = ranks.on_rank_zero(
         lambda: fill_deepspeed_config(deepspeed_config, run.batches, first, ranks.size, output, task.group_options)
     )
-    description = task.describe(config) | mathematics(config, ranks.size, task.group_options)
+    description = describe(task, config, ranks)
 
     def check() -> None:
         if found:
@@ -366,5 +372,5 @@ def train(task: Task, deepspeed_config: dict[str, Any], output: Path, resume: Pa
     line = task.summary(evaluation or training.evaluate(len(task.phases) - 1, done))
     task.finish(engine, output)
     if ranks.rank == 0:
-        finish(run, output, line)
+        finish(run, settings, output, line)
     return line

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,6 +17,7 @@ from ds_vrgd_recipes.run.errors import InputError
 from ds_vrgd_recipes.run.files import write_binary, write_text
 from ds_vrgd_recipes.run.locks import LOCK
 from ds_vrgd_recipes.run.log import NAME, has_begun, has_records
+from ds_vrgd_recipes.run.settings import difference
 
 #: In place of a folder to resume from: the output itself, once it has something to resume from.
 AUTO: Literal["auto"] = "auto"
@@ -27,7 +29,9 @@ _DATA = {"data", "data.partial", LOCK}
 _OF_A_START = {"checkpoints", "csv", "tensorboard", NAME}
 
 
-def check_output(run: BaseModel, output: Path, resume: Path | Literal["auto"] | None) -> str | None:
+def check_output(
+    run: BaseModel, settings: Mapping[str, Any], output: Path, resume: Path | Literal["auto"] | None
+) -> str | None:
     """Check that a run may write into ``output``; changes nothing.
 
     A start that ended before its first update leaves nothing that could be lost: the same command begins again. With
@@ -35,6 +39,7 @@ def check_output(run: BaseModel, output: Path, resume: Path | Literal["auto"] | 
 
     Args:
         run: the run file.
+        settings: of the task and the DeepSpeed JSON, which make another run of a run file.
         resume: as in ``--resume``.
 
     Returns:
@@ -55,13 +60,10 @@ def check_output(run: BaseModel, output: Path, resume: Path | Literal["auto"] | 
     if not found:
         return None
     if _RESULT in found:
-        summary = _summary(run, output)
-        if summary is not None:
-            return (
-                f"{output} already holds this run, finished: {', '.join(found)}. Nothing was overwritten. To train "
-                f"again, give another --output.\n{summary}"
-            )
-        raise InputError(f"--output {output} holds another run, finished; give another --output")
+        return (
+            f"{output} already holds this run, finished: {', '.join(found)}. Nothing was overwritten. To train again, "
+            f"give another --output.\n{_summary(run, settings, output)}"
+        )
     checkpoints = output / "checkpoints"
     has_checkpoints = any(
         each.suffix != ".partial" for pattern in ("step-*", "latest") for each in checkpoints.glob(pattern)
@@ -98,21 +100,34 @@ def _own_data(run: BaseModel, output: Path) -> set[str]:
     return {name, f"{name}.partial"}
 
 
-def _summary(run: BaseModel, output: Path) -> str | None:
-    """Return the line that sums up the finished run; None where it is not ``run``.
+def _summary(run: BaseModel, settings: Mapping[str, Any], output: Path) -> str:
+    """Return the line that sums up the finished run.
 
     Raises:
-        InputError: its result is damaged.
+        InputError: it is another run, or its result is damaged.
     """
     try:
         result = read_json(output / _RESULT)
         summary: str = result["summary"]
-        return summary if result["run"] == run.model_dump(mode="json") else None
+        was = {"run": result["run"], "settings": result.get("settings")}
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise InputError(
             f"--output {output} holds a finished run whose {_RESULT} is damaged ({type(error).__name__}: {error}); "
             "give another --output"
         ) from error
+    for name, wanted in _described(run, settings).items():
+        if was[name] not in (None, wanted):  # older versions wrote no settings
+            raise InputError(
+                f"--output {output} holds another run, finished, with {difference(name, was[name], wanted)}; give "
+                "another --output"
+            )
+    return summary
+
+
+def _described(run: BaseModel, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what makes a run this one, as a file has it; on how many ranks it ran does not."""
+    kept = {name: value for name, value in settings.items() if name != "ranks"}
+    return {"run": run.model_dump(mode="json"), "settings": json.loads(json.dumps(kept))}
 
 
 def whole_state(engine: Any, network: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -140,7 +155,7 @@ def save_state(engine: Any, network: torch.nn.Module, output: Path) -> None:
         write_binary(output / "model.pt", lambda file: torch.save(state, file))
 
 
-def finish(run: BaseModel, output: Path, summary: str) -> None:
+def finish(run: BaseModel, settings: Mapping[str, Any], output: Path, summary: str) -> None:
     """Mark the run as finished."""
-    result = {"summary": summary, "run": run.model_dump(mode="json")}
+    result = {"summary": summary, **_described(run, settings)}
     write_text(output / _RESULT, json.dumps(result, indent=1) + "\n")

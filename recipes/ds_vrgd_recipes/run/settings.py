@@ -1,4 +1,4 @@
-"""The mathematics of a DeepSpeed JSON: checked before data are prepared, and compared when a run is resumed."""
+"""The mathematics of a DeepSpeed JSON: checked before data are prepared, and compared with those of an earlier run."""
 
 from __future__ import annotations
 
@@ -72,6 +72,19 @@ def arguments_of_groups(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, A
         [{name: value for name, value in group.items() if name not in _FREE} for group in groups]
     )
     return found
+
+
+def difference(key: str, was: Any, wanted: Any) -> str:
+    """Return the values of a setting that differ, down to the single key, for an error."""
+    if isinstance(was, list) and isinstance(wanted, list) and len(was) == len(wanted):
+        was, wanted = dict(enumerate(was, start=1)), dict(enumerate(wanted, start=1))
+    if isinstance(was, dict) and isinstance(wanted, dict):
+        return ", ".join(
+            difference(f"{key}.{name}", was.get(name, "not given"), wanted.get(name, "not given"))
+            for name in {**was, **wanted}
+            if was.get(name, "not given") != wanted.get(name, "not given")
+        )
+    return f"{key}={was}, not {wanted}"
 
 
 def _as_saved(value: Any) -> Any:

@@ -115,6 +115,8 @@ def on_a_rank(rank: int, folder: Path) -> dict[str, Any]:
     (folder / "out" / "data" / "mine").touch()  # what is prepared once more would lose it
     said["whole"] = command(folder, right, "out", "--resume", "auto")
     said["finished"] = command(folder, right, "out", "--resume", "auto")
+    for name in CHANGED:
+        said[f"finished, {name}"] = command(folder, folder / f"{name}.json", "out", "--resume", "auto")
     # Nothing is left to train, in a new output.
     last = str(folder / "out" / "checkpoints" / "step-000006")
     said["nothing left"] = command(folder, right, "moved", "--resume", last)
@@ -223,6 +225,15 @@ def test_one_command_serves_the_start_that_died_and_every_later_one(said: list[d
     # The monitors get events by update alone: W&B drops those that follow the engine's own, which count samples.
     assert (folder / "out" / "csv" / "Train_loss.csv").exists()
     assert not list((folder / "out" / "csv").glob("*Samples*"))
+
+
+@pytest.mark.parametrize("name", CHANGED)
+def test_a_finished_run_is_not_that_of_another_json(said: list[dict[str, Any]], name: str) -> None:
+    """Its loss would be taken for that of the other optimizer."""
+    assert [one[f"finished, {name}"][0] for one in said] == [2, 2]
+    error = said[0][f"finished, {name}"][2]
+    assert "holds another run, finished, with settings." in error
+    assert CHANGED[name][1].removeprefix("with ").removesuffix("; use") in error.replace("settings.", "")
 
 
 def test_a_finished_run_is_moved_to_another_output(said: list[dict[str, Any]], folder: Path) -> None:
