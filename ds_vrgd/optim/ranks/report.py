@@ -21,7 +21,7 @@ class RankReport:
     A window's micro-batches are compared one by one, and their squares are averaged.
 
     Attributes:
-        step: number of the optimizer step, from 0.
+        step: number of the optimizer step, from 0 where the process began.
         ranks: the global ranks, in the order of the columns.
         layers: names of the layers.
         norms: ``(L, k)``, 2-norm of each rank's gradient.

@@ -45,7 +45,7 @@ class RankEvent:
     """A rank whose gradient is not like those of the others.
 
     Attributes:
-        step: number of the optimizer step that showed it, from 0.
+        step: number of the optimizer step that showed it, from 0 where the process began.
         rank: global rank.
         fault: "nonfinite", "identical", "repeated", "drifted", "zero", "scaled", "flipped", "element" or "wrong"
             (docs/RANKS.md).
