@@ -61,8 +61,9 @@ CURVE = 20  # evaluations of a run
 class Task:
     """Attributes:
     bases: their optimizers and twins are compared.
-    controlled: the bases whose twins have controls.
+    controlled: the bases that have variants, and whose twins have ``controls``.
     betas: tried for beta1.
+    model: a name of ``MODELS``.
     """
 
     objective: str
@@ -71,11 +72,14 @@ class Task:
     bases: tuple[str, ...] = ("AdamW", "LAMB")
     controlled: tuple[str, ...] = ()
     betas: tuple[float, ...] = BETAS[:2]
+    controls: tuple[str, ...] = tuple(CONTROLS)
+    model: str = "small"
 
 
 #: The most telling first.
 TASKS = (
     Task(CAUSAL, 2048, 32, ("AdamW", "LAMB", "Momentum"), ("AdamW", "LAMB"), BETAS),
+    Task(CAUSAL, 2048, 32, ("AdamW",), ("AdamW",), controls=("permuted", "permuted once"), model="wide"),
     Task(CAUSAL, 4096, 32),
     Task(CAUSAL, 16384, 32),
     Task(MASKED, 1024, 32),
@@ -132,7 +136,7 @@ def settings(size: str) -> list[Setting]:
         one = Setting("toy", SPEECHES, CAUSAL, 16, 384, 64, 8, base, 4.0 * RATES[base], BETA1, TUNING[0], held_out=64)
         variants = [replace(each, beta1=beta1) for each in _pair(one, base) for beta1 in BETAS[:2]]
         if base == "AdamW":
-            variants += _variants(one, base)
+            variants += _variants(one, base, TASKS[0].controls)
         found += [replace(each, seed=seed) for seed in (TUNING[0], *REPORTED[:2]) for each in variants]
     return found
 
@@ -143,7 +147,7 @@ def _compared() -> list[tuple[Task, str]]:
 
 def _setting(task: Task, base: str) -> Setting:
     rate, seed = RATES[base], TUNING[0]
-    return Setting("small", GENERAL_8K, task.objective, 64, EXAMPLES, task.batch, task.k, base, rate, BETA1, seed)
+    return Setting(task.model, GENERAL_8K, task.objective, 64, EXAMPLES, task.batch, task.k, base, rate, BETA1, seed)
 
 
 def _pair(setting: Setting, base: str) -> list[Setting]:
@@ -151,14 +155,14 @@ def _pair(setting: Setting, base: str) -> list[Setting]:
     return [replace(setting, optimizer=name) for name in (f"VR{base}", base)]
 
 
-def _variants(setting: Setting, base: str) -> list[Setting]:
+def _variants(setting: Setting, base: str, controls: Sequence[str]) -> list[Setting]:
     """Both clipped, the twin with each control, and the base with a longer warm-up and with another beta2."""
     twin, of_base = _pair(setting, base)
     clipped = [replace(one, clipping=CLIPPING) for one in (of_base, twin)]
-    controls = [replace(twin, control=name) for name in CONTROLS]
+    with_controls = [replace(twin, control=name) for name in controls]
     # What GSNR adds to clipping may have another cause than what it gives without.
-    clipped += [replace(one, clipping=CLIPPING) for one in controls]
-    return [*clipped, *controls, replace(of_base, warmup=0.35), replace(of_base, beta2=0.98)]
+    clipped += [replace(one, clipping=CLIPPING) for one in with_controls]
+    return [*clipped, *with_controls, replace(of_base, warmup=0.35), replace(of_base, beta2=0.98)]
 
 
 def follow_up(size: str, rows: Sequence[Row]) -> list[Setting]:
@@ -183,7 +187,7 @@ def follow_up(size: str, rows: Sequence[Row]) -> list[Setting]:
             found += [replace(one, beta1=beta1, rate=rate, seed=seed) for beta1, rate, seed in calls]
         if base not in task.controlled:
             continue
-        for variant in _variants(_setting(task, base), base):
+        for variant in _variants(_setting(task, base), base, task.controls):
             of_original, of_variant = of_pair[variant.optimizer == base], by_arm.get(arm_of(vars(variant)), [])
             if not _complete(of_original, called[variant.optimizer == base]):
                 continue

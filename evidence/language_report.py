@@ -155,7 +155,8 @@ def tables(rows: Sequence[Row]) -> list[str]:
                 if arms[0].rows:
                     body += [_cells(compared[0][0], arms[0], arms[1], arm) for arm in arms if arm.rows]
         lines += [
-            f"{one['objective'].capitalize()}, batch {one['batch']:,}, k = {one['k']}, {one['updates']} updates, "
+            f"{one['objective'].capitalize()}, {one['model']} model, batch {one['batch']:,}, k = {one['k']}, "
+            f"{one['updates']} updates, "
             f"{one['examples']:,} sequences of {one['sequence_length']} tokens; held-out loss in nats a token: means "
             "over the reported seeds, and differences paired by seed with their standard errors. A base with another "
             "beta1 is compared with the first one. Unigram entropy "

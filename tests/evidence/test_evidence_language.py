@@ -67,7 +67,8 @@ def _row(setting: Setting, final: float) -> Row:
 
 
 def of_task(rows: list[Row], task: Task) -> list[Row]:
-    return [row for row in rows if (row["objective"], row["batch"], row["k"]) == (task.objective, task.batch, task.k)]
+    wanted = {"objective": task.objective, "batch": task.batch, "k": task.k, "model": task.model}
+    return [row for row in rows if row.items() >= wanted.items()]
 
 
 def is_original(row: Row) -> bool:
@@ -126,7 +127,7 @@ def test_what_is_reported_was_not_tuned_on_and_is_the_best_of_the_grid(full: lis
             for of in (of_clipped, of_tuned_and_clipped, tuned[2:]):
                 assert [arm.label for arm in of[:2]] == clipped
                 assert {arm.beta1 for arm in of} == {BETA1 if of is of_clipped else 0.8}
-                controls = {f"VRAdamW, {name}, clipping 1" for name in CONTROLS if of is of_clipped}
+                controls = {f"VRAdamW, {name}, clipping 1" for name in task.controls if of is of_clipped}
                 assert {arm.label for arm in of[2:]} == controls
             assert [arm.label for arm in tuned[:2]] == ["AdamW", "VRAdamW"]
         else:
@@ -138,7 +139,7 @@ def test_what_is_reported_was_not_tuned_on_and_is_the_best_of_the_grid(full: lis
         assert tuned[0].rate == 2e-3 * math.sqrt(2.0), "a half step"
         assert tuned[1].rate == pytest.approx(2e-3 * 4.0 * math.sqrt(2.0)), "5 is nearer to 5.7 than to 4"
         labels = {arm.label for arm in at_default[2:]}
-        wanted = {f"VRAdamW, {name}" for name in CONTROLS} | {
+        wanted = {f"VRAdamW, {name}" for name in task.controls} | {
             "AdamW, warm-up 0.35",
             "AdamW, beta2 0.98",
             *clipped,
