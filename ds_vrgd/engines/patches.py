@@ -18,17 +18,20 @@ class Patches:
     def __init__(self) -> None:
         self._undo: list[Callable[[], None]] = []
 
+    def instead(self, owner: Any, name: str, function: Callable[..., Any]) -> None:
+        """Call ``function`` in the place of ``owner.name``, with that and the arguments of the call."""
+        original, own = getattr(owner, name), name in vars(owner)
+        setattr(owner, name, functools.wraps(original)(functools.partial(function, original)))
+        self._undo.append(functools.partial(setattr, owner, name, original) if own else lambda: delattr(owner, name))
+
     def within(self, owner: Any, name: str, context: Callable[..., AbstractContextManager[None]]) -> None:
         """Run every call of ``owner.name`` inside ``context``, which is given the arguments of the call."""
-        original, own = getattr(owner, name), name in vars(owner)
 
-        @functools.wraps(original)
-        def followed(*args: Any, **kwargs: Any) -> Any:
+        def followed(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             with context(*args, **kwargs):
                 return original(*args, **kwargs)
 
-        setattr(owner, name, followed)
-        self._undo.append(functools.partial(setattr, owner, name, original) if own else lambda: delattr(owner, name))
+        self.instead(owner, name, followed)
 
     def follow(
         self, owner: Any, name: str, *, before: Callable[[], Any] = _nothing, after: Callable[[], Any] = _nothing

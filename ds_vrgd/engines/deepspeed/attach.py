@@ -115,6 +115,13 @@ class Attachment:
             zero_grad           DeepSpeed, observer.drop
         """
         observer, patches, finalize = self._observer, self._patches, "finalize_gradient_accumulation_boundary"
+        # Where engine.backward() is given the loss as it left the model, DeepSpeed divides it at stage 0 and in
+        # BF16_Optimizer whatever scale_wrt_gas is: by a hook that is there for loss.backward().
+        patches.instead(
+            engine,
+            "_backward_prologue_per_tensor",
+            lambda divide, grad: grad if engine._running_engine_backward else divide(grad),
+        )
         for reduction in ("allreduce_gradients", "_backward_epilogue"):
             patches.within(engine, reduction, observer.thawed)
         if hasattr(engine.optimizer, finalize):

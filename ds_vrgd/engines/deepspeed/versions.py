@@ -48,7 +48,8 @@ METHODS = {
     "optimizer_name": "", "_is_supported_optimizer": "optimizer_name", "_configure_distributed_model": "model",
     "_configure_basic_optimizer": "model_parameters", "_do_optimizer_sanity_check": "basic_optimizer",
     "_configure_optimizer": "client_optimizer model_parameters", "forward": "inputs kwargs",
-    "backward": "loss retain_graph scale_wrt_gas", "_backward_prologue": "", "_backward_epilogue": "", "zero_grad": "",
+    "backward": "loss retain_graph scale_wrt_gas", "_backward_prologue": "", "_backward_epilogue": "",
+    "_backward_prologue_per_tensor": "grad", "zero_grad": "",
     "destroy": "", "is_gradient_accumulation_boundary": "", "zero_optimization_partition_gradients": "",
     "allreduce_gradients": "bucket_size", "_take_model_step": "lr_kwargs", "step": "lr_kwargs",
     "zero_reduce_bucket_size": "", "zero_optimization_stage": "", "zero_reduce_scatter": "",
@@ -64,7 +65,7 @@ METHODS = {
 
 #: Attributes of an engine that is built.
 ENGINE = (
-    "_config", "_is_gradient_accumulation_boundary", "basic_optimizer", "client_optimizer",
+    "_config", "_is_gradient_accumulation_boundary", "_running_engine_backward", "basic_optimizer", "client_optimizer",
     "communication_data_type", "device", "dp_world_size", "global_rank", "gradient_average", "has_moe_layers",
     "inside_no_sync_ctxt", "module", "mp_world_size", "mpu", "optimizer", "param_names", "seq_data_parallel_group",
     "sequence_parallel_size", "torch_autocast_z0_gradscaler", "zenflow",

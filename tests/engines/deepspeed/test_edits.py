@@ -51,14 +51,21 @@ CASES = {
 
 
 class Branching(TinyLM):
-    """A model whose positions, a layer of their own, take part only where they are asked to."""
+    """A model whose positions, a layer of their own, take part only where they are asked to.
+
+    Attributes:
+        divisor: of the loss, for an engine that is told not to divide it.
+    """
+
+    divisor = 1
 
     def forward(self, tokens: Tensor, use: bool = True) -> Tensor:
         x = self.tokens(tokens[:, :-1])
         if use:
             x = x + self.positions(torch.arange(x.shape[1], device=tokens.device))
         x = self._hidden(x)
-        return nn.functional.cross_entropy(self.head(x).float().flatten(0, 1), tokens[:, 1:].flatten())
+        loss = nn.functional.cross_entropy(self.head(x).float().flatten(0, 1), tokens[:, 1:].flatten())
+        return loss / self.divisor
 
 
 def branching() -> Branching:
@@ -225,6 +232,27 @@ def drops_in_place(case: Case, rank: int, beside: str) -> Found:
         noise = gradient_noise(bench.engine)
         of_noise = max(of_noise, noise_error(noise, chunks, bench.engine.train_micro_batch_size_per_gpu()))
     return Found(bench.error(), bench.k, of_noise=of_noise)
+
+
+# --- divided
+
+#: DeepSpeed's own mean is the gradient.
+OF_THE_MEAN = {"stage 0, gamma 1": replace(CASES["stage 0"], arguments={"gamma": 1.0})}
+
+
+def undivided(case: Case, rank: int, how: str) -> Found:
+    """Losses that the model has divided, backward as they leave it: the Trainer's without token counts of all ranks."""
+    bench = Bench(replace(case, optimizer="VRMomentum"), rank)
+    bench.engine.module.divisor = ACCUMULATION
+    for step in range(STEPS):
+        tokens = bench.tokens(step)
+        chunks = bench.chunks(tokens)
+        for index in range(ACCUMULATION):
+            bench.engine.backward(bench.engine(tokens[index * WORLD + rank]), scale_wrt_gas=False)
+            if index < ACCUMULATION - 1:
+                bench.engine.step()
+        bench.step(chunks)
+    return Found(bench.error(), bench.k)
 
 
 # --- edited
@@ -596,7 +624,7 @@ def unobserved(case: Case, rank: int, how: str) -> Found:
 SCRIPTS: dict[str, Callable[[Case, int, str], Found]] = {
     function.__name__: function
     for function in (
-        drops, drops_in_place, sets, masks, masks_afterwards, adds_before, branches, all_at_once, two_losses,
+        drops, drops_in_place, undivided, sets, masks, masks_afterwards, adds_before, branches, all_at_once, two_losses,
         joint_loss, unannounced, discriminators, rebuilt, unobserved,
     )
 }  # fmt: skip
@@ -613,6 +641,7 @@ STAY = ("stage 0", "stage 1, observe", "stage 1, observe, overlapping")
 RUNS: list[Run] = [
     *(("drops", name, "engine") for name in CASES),
     *(("drops_in_place", name, beside) for name in STAY for beside in ("", "beside gamma=1")),
+    *(("undivided", name, "") for name in CASES | OF_THE_MEAN),
     *(("sets", name, "at once") for name in CASES if name != "BF16_Optimizer"),  # DeepSpeed's setter writes elsewhere
     *(("masks_afterwards", name, "on the last rank") for name in CASES),
     # In bf16 the sum in .grad is rounded, and at stage 3 .grad has no room for it.
@@ -645,7 +674,7 @@ def run_all(rank: int, runs: list[Run]) -> dict[Run, Found | str]:
     found: dict[Run, Found | str] = {}
     for script, name, how in runs:
         try:
-            found[script, name, how] = SCRIPTS[script]((CASES | STALE)[name], rank, how)
+            found[script, name, how] = SCRIPTS[script]((CASES | STALE | OF_THE_MEAN)[name], rank, how)
         except Exception as error:
             found[script, name, how] = f"{type(error).__name__}: {error}"
     return found
@@ -661,7 +690,7 @@ def check(run: Run, outcome: Found | str) -> None:
     assert outcome.error <= BOUND
     assert outcome.of_noise <= NOISE_BOUND
     chunks = WORLD * ACCUMULATION
-    without_gsnr = name in STALE and "clipped" not in name and "summed" not in name
+    without_gsnr = name in STALE | OF_THE_MEAN and "clipped" not in name and "summed" not in name
     expected = {
         "drops": [chunks, WORLD, chunks],
         "drops_in_place": [chunks, chunks, WORLD],
