@@ -300,16 +300,21 @@ def recording() -> Any:
             if torch.distributed.is_initialized():
                 everyone = [None] * torch.distributed.get_world_size()
                 torch.distributed.all_gather_object(everyone, self.window)
-            micro_batches = [inputs for window in everyone for inputs in window]
-            counts = [labels_in(inputs) for inputs in micro_batches]
-            self.tokens = self.tokens or counts
+            counts = [[labels_in(inputs) for inputs in window] for window in everyone]
+            of_all = [count for of_rank in counts for count in of_rank]
+            self.tokens = self.tokens or of_all
+            together = [of_all if self.args.average_tokens_across_devices else of_rank for of_rank in counts]
+            chunks = [self.chunk(each, of) for window, of in zip(everyone, together, strict=True) for each in window]
             for group in self.reference.groups:
                 group["lr"] = scheduled(self.steps)
             self.steps += 1
-            self.reference.step([self.chunk(inputs, counts) for inputs in micro_batches], clip=self.case.clip)
+            self.reference.step(chunks, clip=self.case.clip)
 
         def chunk(self, inputs: Any, counts: list[int]) -> dict[str, Tensor]:
-            """Return a chunk gradient. Their mean is that of the mean over all tokens, or over the chunks' means."""
+            """Return a chunk gradient. Their mean is that of the mean over all tokens, or over the chunks' means.
+
+            ``counts`` are the tokens of all chunks whose tokens are counted together.
+            """
             k = len(counts)
             if self.case.dtype == "fp32":
                 weight = k / sum(counts) if self.case.counts else 1.0 / labels_in(inputs)
