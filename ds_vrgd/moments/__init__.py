@@ -6,7 +6,7 @@ from ds_vrgd.moments.chan import Moments
 from ds_vrgd.moments.compare import Comparison
 from ds_vrgd.moments.compose import CombinedMoments, CopiedMoments
 from ds_vrgd.moments.discards import Discards, zeros_among
-from ds_vrgd.moments.exchange import Exchange, WindowMoments
+from ds_vrgd.moments.exchange import Exchange
 from ds_vrgd.moments.groups import NodeGroups, SequenceGroups, gathered
 from ds_vrgd.moments.hooks import GradientHook, value_of, weakly
 from ds_vrgd.moments.layout import (
@@ -45,7 +45,6 @@ __all__ = [
     "SequenceGroups",
     "ShardLayout",
     "ShardedMoments",
-    "WindowMoments",
     "gathered",
     "is_dtensor",
     "local",

@@ -10,43 +10,17 @@ from torch import Tensor
 from ds_vrgd.moments.chan import Moments
 
 
-class WindowMoments(Protocol):
-    """Mean and centred sum of squares over the chunks of a window, which is what one optimizer step sees.
+class Exchange(Protocol):
+    """Mean and centred sum of squares over the chunks of a window, fed with gradients before any reduction.
 
-    This is what everybody reads, whatever feeds it: gradients one by one (:class:`Exchange`), or the flat buffers in
-    which FSDP2 and Megatron-Core reduce several parameters at once.
+    An engine adapter brings gradients with :meth:`add`, ends each micro-batch, and calls :meth:`finish` before it reads
+    :meth:`moments`. Every rank calls the collectives in the same order; the gradients may arrive in any order.
 
     Attributes:
         chunks_at_once: the number of chunks of a micro-batch, over all ranks.
     """
 
     chunks_at_once: int
-
-    def finish(self) -> int:
-        """Complete the moments of all chunks so far and return their number k over all ranks; a collective."""
-
-    def moments(self, tensor: Tensor) -> Moments:
-        """Return the moments that belong to one of the optimizer's tensors, flat; after :meth:`finish`."""
-
-    def held_bytes(self) -> tuple[int, int]:
-        """Return the bytes held now, outside a micro-batch: of moments, and of buffers."""
-
-    def sent_bytes(self) -> tuple[int, int]:
-        """Return the bytes that this rank sends to others: per micro-batch, and once per window."""
-
-    def reset(self) -> None:
-        """Begin the next window, also after a backward pass that was broken off."""
-
-    def detach(self) -> None:
-        """Release all memory and callbacks for good."""
-
-
-class Exchange(WindowMoments, Protocol):
-    """Moments that are fed with the gradients of single parameters, before any reduction.
-
-    An engine adapter brings gradients with :meth:`add`, ends each micro-batch, and calls :meth:`finish` before it reads
-    :meth:`moments`. Every rank calls the collectives in the same order; the gradients may arrive in any order.
-    """
 
     def add(self, param: Tensor, grad: Tensor, *, keep: bool = False) -> None:
         """Take one gradient of one parameter.
@@ -70,6 +44,24 @@ class Exchange(WindowMoments, Protocol):
 
     def end_micro_batch(self) -> None:
         """Close the open micro-batch: what came in it is one chunk of this rank."""
+
+    def finish(self) -> int:
+        """Complete the moments of all chunks so far and return their number k over all ranks; a collective."""
+
+    def moments(self, tensor: Tensor) -> Moments:
+        """Return the moments that belong to one of the optimizer's tensors, flat; after :meth:`finish`."""
+
+    def held_bytes(self) -> tuple[int, int]:
+        """Return the bytes held now, outside a micro-batch: of moments, and of buffers."""
+
+    def sent_bytes(self) -> tuple[int, int]:
+        """Return the bytes that this rank sends to others: per micro-batch, and once per window."""
+
+    def reset(self) -> None:
+        """Begin the next window, also after a backward pass that was broken off."""
+
+    def detach(self) -> None:
+        """Release all memory and callbacks for good."""
 
 
 def added(pairs: Iterable[tuple[int, int]]) -> tuple[int, int]:

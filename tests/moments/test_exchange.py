@@ -12,11 +12,10 @@ from ds_vrgd.moments import (
     Exchange,
     ReplicatedMoments,
     ShardedMoments,
-    WindowMoments,
 )
 from ds_vrgd.moments.exchange import added
 
-METHODS = [name for protocol in (WindowMoments, Exchange) for name in vars(protocol) if not name.startswith("_")]
+METHODS = [name for name in vars(Exchange) if not name.startswith("_")]
 
 
 @pytest.mark.parametrize("name", METHODS)
