@@ -21,7 +21,6 @@ from ds_vrgd.optim.passes import KernelPasses, Rule, TorchPasses, passes_over
 from ds_vrgd.optim.plain import PlainObserver
 from ds_vrgd.optim.ranks import RankEvent, RankRecorder
 from ds_vrgd.optim.state import cast_averages, fitted, lacks_average
-from ds_vrgd.optim.trust import of_layers
 
 FEW_CHUNKS = 8
 # Sets of shards whose tables of layers are kept; a model that leaves out other parameters in each step has many.
@@ -73,12 +72,8 @@ class VROptimizer(Rule, torch.optim.Optimizer):
     ``gamma=1`` in a param group turns GSNR off there: no hook, no traffic, no state.
 
     Args:
-        params: parameters, or param groups that may override every argument.
-        reduction: "auto", "fused" or "observe"; for the engine that is built around the optimizer.
-        ranks_per_node: for that engine, too; None for the launcher's number.
-        nonfinite: "skip" or "error": what to do about a window with a gradient that is not finite.
-        watch: None, "log", "error" or a function: what to do about a rank that is not like the others.
-        defaults: the arguments of param groups.
+        params: parameters, or param groups that may override every argument that is not of the whole optimizer.
+        arguments: of the subclass (``options.OPTIONS``); those of the whole optimizer become attributes.
 
     Attributes:
         observer: the adapter of the engine, which provides layouts and moments.
@@ -94,28 +89,22 @@ class VROptimizer(Rule, torch.optim.Optimizer):
     #: False for the optimizers that never reduce variance: gamma is 1 in all their groups.
     reduces_variance: ClassVar[bool] = True
     observer: Observer
+    reduction: str
+    ranks_per_node: int | None
+    nonfinite: str
+    watch: str | Callable[[RankEvent], None] | None
 
     def __new__(cls, *args: Any, **arguments: Any) -> Self:
         """Refuse unknown arguments with a message that says what was probably meant."""
         options.require_known(cls, arguments)
         return super().__new__(cls)
 
-    def __init__(
-        self,
-        params: ParamsT,
-        *,
-        reduction: str = "auto",
-        ranks_per_node: int | None = None,
-        nonfinite: str = "skip",
-        watch: str | Callable[[RankEvent], None] | None = None,
-        **defaults: Any,
-    ) -> None:
-        whole = {"reduction": reduction, "ranks_per_node": ranks_per_node, "nonfinite": nonfinite, "watch": watch}
-        options.check(defaults | whole)
-        self.reduction, self.ranks_per_node, self.nonfinite = reduction, ranks_per_node, nonfinite
-        self.watch = watch
+    def __init__(self, params: ParamsT, **arguments: Any) -> None:
+        options.check(arguments)
+        for name, default in options.WHOLE.items():
+            setattr(self, name, arguments.pop(name, default))
         self._begin()
-        super().__init__(params, defaults)
+        super().__init__(params, arguments)
         self.observe(PlainObserver(self.param_groups))
         _made.add(self)
 
@@ -407,7 +396,13 @@ class VROptimizer(Rule, torch.optim.Optimizer):
             sums = passes.measure()
             self._counts = passes.counts
             norms = [total.sqrt() for total in self._sum_over_ranks([(table, own) for own in sums])]
-            trust = of_layers(shards, table, norms, self._trust)
+            columns, first = [], 0
+            for _, run in itertools.groupby(shards, lambda shard: id(shard.group)):  # neighbours at once
+                alike = list(run)
+                end = first + sum(len(shard.layout.layers) for shard in alike)
+                columns.append(self._trust(alike[0].group, *(norm[first:end] for norm in norms)))
+                first = end
+            trust = torch.cat(columns)
         passes.update(trust)
         if not self.sums_layers:
             self._counts = passes.counts
