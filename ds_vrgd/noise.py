@@ -168,17 +168,8 @@ def gradient_noise(engine_or_optimizer: Any, chunk_size: float | None = None) ->
 
     Loss scale, clipping and accumulation do not enter, and both parts are of single samples: steps may be averaged
     (``ds_vrgd.NoiseScaleMeter``), also where their batch sizes differ. In plain PyTorch the loss scale is not known;
-    every micro-batch's loss is taken to be divided by the number of micro-batches.
-
-    Args:
-        engine_or_optimizer: a DeepSpeed engine, one of our optimizers, or a wrapper of one.
-        chunk_size: samples in one micro-batch on one rank; a DeepSpeed engine knows it.
-
-    Raises:
-        TypeError: there is no optimizer of ours inside.
-        ValueError: the size of a chunk is not known, or not positive.
-        NoiseScaleUnknown: experts are spread over ranks.
-        RuntimeError: nothing was measured yet, or ``gamma=1``.
+    every micro-batch's loss is taken to be divided by the number of micro-batches. Arguments and errors are those of
+    :func:`noise_scale`.
     """
     if chunk_size is None:
         micro_batch = getattr(engine_or_optimizer, "train_micro_batch_size_per_gpu", None)
@@ -209,7 +200,11 @@ def noise_scale(engine_or_optimizer: Any, chunk_size: float | None = None) -> fl
 
     It is ``tr(Sigma) / |G|^2`` (McCandlish et al. 2018, equation 2.9), over all layers whose gamma is below 1. The
     estimate of a single step is itself noisy, and is infinite or negative where the mean is lost in the noise:
-    ``ds_vrgd.NoiseScaleMeter`` averages over steps, with an interval. Arguments are those of :func:`gradient_noise`.
+    ``ds_vrgd.NoiseScaleMeter`` averages over steps, with an interval.
+
+    Args:
+        engine_or_optimizer: a DeepSpeed engine, one of our optimizers, or a wrapper of one.
+        chunk_size: samples in one micro-batch on one rank; a DeepSpeed engine knows it.
 
     Raises:
         TypeError: there is no optimizer of ours inside.
