@@ -30,6 +30,3 @@ def usable(*tensors: Tensor) -> bool:
         and set(map(_KIND, tensors)) == {(device, torch.float32)}
         and all(map(Tensor.is_contiguous, tensors))
     )
-
-
-__all__ = ["usable"]

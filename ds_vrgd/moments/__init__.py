@@ -23,33 +23,3 @@ from ds_vrgd.moments.layout import (
 from ds_vrgd.moments.norms import ChunkNorms
 from ds_vrgd.moments.replicated import ReplicatedMoments
 from ds_vrgd.moments.sharded import ShardedMoments
-
-__all__ = [
-    "SUM_DTYPE",
-    "BackwardPasses",
-    "ChunkNorms",
-    "CombinedMoments",
-    "Comparison",
-    "CopiedMoments",
-    "Discards",
-    "Exchange",
-    "GradientHook",
-    "Layer",
-    "LayerTable",
-    "Moments",
-    "NodeGroups",
-    "Ranks",
-    "ReplicatedMoments",
-    "Route",
-    "Segment",
-    "SequenceGroups",
-    "ShardLayout",
-    "ShardedMoments",
-    "gathered",
-    "is_dtensor",
-    "local",
-    "local_gradient",
-    "value_of",
-    "weakly",
-    "zeros_among",
-]

@@ -12,25 +12,3 @@ from ds_vrgd.optim.sgd import VRSGD, VRMomentum
 OPTIMIZERS: dict[str, type[VROptimizer]] = {
     cls.__name__: cls for cls in (VRSGD, VRMomentum, VRAdam, VRAdamW, VRLARS, VRLAMB, LARS, LAMB)
 }
-
-__all__ = [
-    "LAMB",
-    "LARS",
-    "OPTIMIZERS",
-    "VRLAMB",
-    "VRLARS",
-    "VRSGD",
-    "LayerStatistics",
-    "Observer",
-    "RankError",
-    "RankEvent",
-    "RankReport",
-    "RankWatch",
-    "VRAdam",
-    "VRAdamW",
-    "VRMomentum",
-    "VROptimizer",
-    "allocate_state_only",
-    "find_optimizer",
-    "unused_over",
-]

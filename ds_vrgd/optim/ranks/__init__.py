@@ -3,5 +3,3 @@
 from ds_vrgd.optim.ranks.recorder import RankError, RankRecorder
 from ds_vrgd.optim.ranks.report import RankReport
 from ds_vrgd.optim.ranks.watch import RankEvent, RankWatch
-
-__all__ = ["RankError", "RankEvent", "RankRecorder", "RankReport", "RankWatch"]
