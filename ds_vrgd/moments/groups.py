@@ -31,19 +31,13 @@ class NodeGroups:
     """The process groups of this rank for two levels: gradients travel in a node, and moments between the nodes.
 
     Every rank sends the local rank j of its node the gradients of what column j owns: the ranks of that local index.
-
-    Attributes:
-        local: the ranks of its node, consecutive data-parallel ranks: its peers.
-        across: the ranks of equal local index, one per node, in node order.
-        nodes, per_node: the number of nodes, and of ranks in each.
-        rank: its number among the data-parallel ranks.
     """
 
-    local: Any
-    across: Any
+    local: Any  # the ranks of its node, consecutive data-parallel ranks: its peers
+    across: Any  # the ranks of equal local index, one per node, in node order
     nodes: int
-    per_node: int
-    rank: int
+    per_node: int  # ranks in each node
+    rank: int  # its number among the data-parallel ranks
 
     @classmethod
     def single(cls, group: Any) -> NodeGroups:
@@ -113,17 +107,12 @@ class SequenceGroups:
 
     A chunk is a micro-batch of whole samples: its gradient is the sum of what these ranks compute, and is summed in
     fp32 before anything is squared.
-
-    Attributes:
-        group: process group of the ranks that share this rank's samples.
-        members: for every such group, the numbers of its ranks among those that exchange gradients, in the order of
-            the sum; all of one size.
-        divisor: divides the sum: at stage 3 the size, because DeepSpeed takes the mean there.
     """
 
-    group: Any
-    members: tuple[tuple[int, ...], ...]
-    divisor: int = 1
+    group: Any  # process group of the ranks that share this rank's samples
+    # For every such group, the numbers of its ranks among those that exchange gradients, in the order of the sum.
+    members: tuple[tuple[int, ...], ...]  # all of one size
+    divisor: int = 1  # divides the sum: at stage 3 the size, because DeepSpeed takes the mean there
 
     @property
     def size(self) -> int:

@@ -67,18 +67,12 @@ class Layer:
 
 @dataclass(frozen=True)
 class Segment:
-    """A run of one layer's elements inside a shard: ``shard[start : start + numel]``.
+    """A run of one layer's elements inside a shard: ``shard[start : start + numel]``."""
 
-    Attributes:
-        layer: index in the shard's layers.
-        start, numel: of the run in the shard.
-        first: the index of its first element in the flattened layer.
-    """
-
-    layer: int
+    layer: int  # index in the shard's layers
     start: int
     numel: int
-    first: int = 0
+    first: int = 0  # the index of its first element in the flattened layer
 
 
 @dataclass(frozen=True)

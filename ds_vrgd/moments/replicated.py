@@ -25,18 +25,12 @@ AT_ONCE = 2**24
 
 @dataclass(eq=False)
 class _Held:
-    """Sum and centred squares of one parameter's chunks on this rank, as views into the flat buffers of a device.
+    """Sum and centred squares of one parameter's chunks on this rank, as views into the flat buffers of a device."""
 
-    Attributes:
-        total, m2: of ``chunks`` chunks.
-        micro_batches: those that the chunks came from, a bit each.
-        pending: the gradient of the open micro-batch.
-    """
-
-    total: Tensor
+    total: Tensor  # of ``chunks`` chunks, as ``m2`` is
     m2: Tensor
-    micro_batches: int = 0
-    pending: Tensor | None = None
+    micro_batches: int = 0  # those that the chunks came from, a bit each
+    pending: Tensor | None = None  # the gradient of the open micro-batch
 
     @property
     def chunks(self) -> int:

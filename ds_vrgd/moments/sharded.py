@@ -30,20 +30,13 @@ from ds_vrgd.moments.streams import Streams
 
 @dataclass
 class _Filling:
-    """A bucket that is being filled in the open micro-batch.
+    """A bucket that is being filled in the open micro-batch."""
 
-    Attributes:
-        buffer: what has been copied at once; None if nothing has.
-        copied: parameters whose gradients are in ``buffer``.
-        held: gradients that wait for the others of the bucket.
-        writers, producers: streams that have written to ``buffer``, and that ``held`` comes from.
-    """
-
-    buffer: Buffer | None = None
-    copied: set[Tensor] = field(default_factory=set)
-    held: dict[Tensor, Tensor] = field(default_factory=dict)
-    writers: set[Any] = field(default_factory=set)
-    producers: set[Any] = field(default_factory=set)
+    buffer: Buffer | None = None  # what has been copied at once; None if nothing has
+    copied: set[Tensor] = field(default_factory=set)  # parameters whose gradients are in ``buffer``
+    held: dict[Tensor, Tensor] = field(default_factory=dict)  # gradients that wait for the others of the bucket
+    writers: set[Any] = field(default_factory=set)  # streams that have written to ``buffer``
+    producers: set[Any] = field(default_factory=set)  # streams that ``held`` comes from
 
 
 class ShardedMoments:

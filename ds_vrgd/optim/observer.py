@@ -21,19 +21,12 @@ NOT_LOADED = -1
 
 @dataclass(frozen=True)
 class BadGradient:
-    """One layer's gradient of one chunk that is not finite.
+    """One layer's gradient of one chunk that is not finite."""
 
-    Attributes:
-        rank: global rank that computed it.
-        micro_batch: its number in the window, from 0.
-        layer: name of the parameter.
-        kind: "NaN" or "inf".
-    """
-
-    rank: int
-    micro_batch: int
-    layer: str
-    kind: str
+    rank: int  # global, of the rank that computed it
+    micro_batch: int  # its number in the window, from 0
+    layer: str  # name of the parameter
+    kind: str  # "NaN" or "inf"
 
 
 class Observer(Protocol):
@@ -149,25 +142,15 @@ class Observer(Protocol):
 
 @dataclass
 class Shard:
-    """One tensor that a call of ``step()`` updates, with its gradient and its state.
+    """One tensor that a call of ``step()`` updates, with its gradient and its state."""
 
-    Attributes:
-        group: its param group.
-        param: what is in the param group, perhaps a DTensor.
-        grad: the gradient that the base optimizer takes, of ``tensor``'s shape: ``ghat`` after GSNR.
-        state: the optimizer's state of ``param``, of DTensors where it is one.
-        tensor: the weights that this rank has of ``param``, in their own shape.
-        scale: a scalar that ``grad`` is still to be multiplied by; None for 1.
-        layout: what the tensor holds; known in ``step()``.
-    """
-
-    group: dict[str, Any]
-    param: Tensor
-    grad: Tensor
-    state: dict[str, Any]
-    tensor: Tensor = field(init=False)
-    scale: Tensor | None = None
-    layout: ShardLayout = field(init=False)
+    group: dict[str, Any]  # its param group
+    param: Tensor  # what is in the param group, perhaps a DTensor
+    grad: Tensor  # the gradient that the base optimizer takes, of the shape of ``tensor``: ``ghat`` after GSNR
+    state: dict[str, Any]  # the optimizer's state of ``param``, of DTensors where it is one
+    tensor: Tensor = field(init=False)  # the weights that this rank has of ``param``, in their own shape
+    scale: Tensor | None = None  # a scalar that ``grad`` is still to be multiplied by; None for 1
+    layout: ShardLayout = field(init=False)  # what the tensor holds; known in ``step()``
 
     def __post_init__(self) -> None:
         """Find this rank's part of the weights."""
@@ -208,25 +191,18 @@ class Shard:
 class LayerStatistics:
     """The measurements of one call of ``step()``, on the device: columns of ``(L,)``, each over whole layers.
 
-    Attributes:
-        table: names and sizes of the layers.
-        k: number of chunks.
-        gamma: floor of the ratio, on any device.
-        mean_ratio: mean of the raw ratio.
-        square: sum of the squared mean gradient, without loss scale, and not divided by the accumulation steps
-            (:meth:`Observer.unit`).
-        variance: sum of the 1/k variance, in the same units.
-        clamped_low, clamped_high: fraction of the elements whose ratio was raised to gamma, lowered to 1.
+    ``square`` and ``variance`` are without loss scale, and not divided by the accumulation steps
+    (:meth:`Observer.unit`).
     """
 
-    table: LayerTable
-    k: int
-    gamma: Tensor
-    mean_ratio: Tensor
-    square: Tensor
-    variance: Tensor
-    clamped_low: Tensor | None = None
-    clamped_high: Tensor | None = None
+    table: LayerTable  # names and sizes of the layers
+    k: int  # number of chunks
+    gamma: Tensor  # floor of the ratio, on any device
+    mean_ratio: Tensor  # mean of the raw ratio
+    square: Tensor  # sum of the squared mean gradient
+    variance: Tensor  # sum of the 1/k variance
+    clamped_low: Tensor | None = None  # fraction of the elements whose ratio was raised to gamma
+    clamped_high: Tensor | None = None  # fraction of those whose ratio was lowered to 1
 
     @property
     def measured(self) -> list[int]:

@@ -16,15 +16,10 @@ from typing import Any, NamedTuple, TypeVar
 
 
 class Range(NamedTuple):
-    """The values that an argument may have.
+    """The values that an argument may have."""
 
-    Attributes:
-        text: the range in words, as an error and the documentation show it.
-        check: raises ValueError, naming the argument, its value and the range; takes the argument's name and value.
-    """
-
-    text: str
-    check: Callable[[str, Any], None]
+    text: str  # the range in words, as an error and the documentation show it
+    check: Callable[[str, Any], None]  # given name and value, raises a ValueError with both and the range
 
 
 def _of_text(value: Any) -> str:
@@ -84,19 +79,12 @@ WATCH = _range('None, "log", "error" or callable', lambda value: value in (None,
 
 
 class Option(NamedTuple):
-    """One constructor argument.
+    """One constructor argument."""
 
-    Attributes:
-        of: the optimizers that have it, each with its default.
-        range: its values.
-        meaning: its line in ``help()``.
-        whole: it holds for the whole optimizer, and no param group may have it.
-    """
-
-    of: Mapping[str, Any]
-    range: Range
-    meaning: str
-    whole: bool = False
+    of: Mapping[str, Any]  # the optimizers that have it, each with its default
+    range: Range  # its values
+    meaning: str  # its line in ``help()``
+    whole: bool = False  # it holds for the whole optimizer, and no param group may have it
 
 
 #: The optimizers that do no variance reduction, with their twins that do.

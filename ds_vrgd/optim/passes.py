@@ -117,22 +117,14 @@ class Piece:
 
 @dataclass
 class Passes:
-    """The passes of a rule over shards.
+    """The passes of a rule over shards."""
 
-    Attributes:
-        rule: the optimizer.
-        shards: of groups that all have GSNR, or all have not.
-        table: their layers.
-        moments: the chunks' moments of each shard; empty without GSNR.
-        k: number of chunks of a layer whose micro-batches are chunks of their own.
-        counts: after the first pass with GSNR, ``(L,)`` each: how many elements were clamped low, and high.
-    """
-
-    rule: Rule
-    shards: Sequence[Shard]
-    table: LayerTable
-    moments: Sequence[Moments]
-    k: int
+    rule: Rule  # the optimizer
+    shards: Sequence[Shard]  # of groups that all have GSNR, or all have not
+    table: LayerTable  # their layers
+    moments: Sequence[Moments]  # the chunks' moments of each shard; empty without GSNR
+    k: int  # number of chunks of a layer whose micro-batches are chunks of their own
+    # After the first pass with GSNR, ``(L,)`` each: how many elements were clamped low, and high.
     counts: list[Tensor] = field(default_factory=list, init=False)
 
     def __post_init__(self) -> None:

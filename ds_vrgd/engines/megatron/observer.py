@@ -21,19 +21,12 @@ from ds_vrgd.optim.observer import Observer
 
 @dataclass(frozen=True)
 class Part:
-    """The parameter that one of the optimizer's tensors is a part of, and its bucket.
+    """The parameter that one of the optimizer's tensors is a part of, and its bucket."""
 
-    Attributes:
-        param: the model's parameter.
-        first: the index of the tensor's first element in it, flattened.
-        bucket: the bucket with its gradient.
-        run: where the tensor's gradient is in what this rank has of the bucket.
-    """
-
-    param: Tensor
-    first: int
-    bucket: Any
-    run: slice
+    param: Tensor  # the model's
+    first: int  # the index of the tensor's first element in it, flattened
+    bucket: Any  # the bucket with its gradient
+    run: slice  # where the tensor's gradient is in what this rank has of the bucket
 
 
 class MegatronObserver(GradientObserver):

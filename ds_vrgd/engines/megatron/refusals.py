@@ -17,19 +17,12 @@ MEASURED = ("0.16.1", "0.19.2")
 
 @dataclass(frozen=True)
 class Setup:
-    """The configuration and the model that are checked.
+    """The configuration and the model that are checked."""
 
-    Attributes:
-        config: Megatron-Core's OptimizerConfig.
-        chunks: the model chunks.
-        gsnr: whether GSNR is on.
-        watch: whether the ranks are compared.
-    """
-
-    config: Any
-    chunks: Sequence[Any]
-    gsnr: bool
-    watch: bool = False
+    config: Any  # Megatron-Core's OptimizerConfig
+    chunks: Sequence[Any]  # of the model
+    gsnr: bool  # whether GSNR is on
+    watch: bool = False  # whether the ranks are compared
 
     @property
     def ddp(self) -> Any:
@@ -58,12 +51,12 @@ class Setup:
 
 
 class Refusal(NamedTuple):
-    """One row: what it is called, when it holds, whether only with GSNR, why, and what to do instead."""
+    """One row of the table."""
 
-    what: str
+    what: str  # the setting
     holds: Callable[[Setup], Any]
     with_gsnr_alone: bool
-    why: str
+    why: str  # and what to do instead
 
 
 REFUSALS = (
