@@ -81,13 +81,9 @@ def compare(
     reference: DenseOptimizer,
     steps: int,
 ) -> Outcome:
-    """Return what there is to say about a training, after ``rows``.
+    """Return what there is to say about a training, after ``rows``, which say what was trained.
 
-    Args:
-        rows: what was trained.
-        weights, start: the weights after and before ``steps`` steps.
-        reference: which took them, too.
-        steps: their number.
+    The weights are those after and before ``steps`` steps, which the reference has taken, too.
     """
     size = norm_of(list(reference.params.values()))
     error = norm_of([weights[name].double() - weight for name, weight in reference.params.items()]) / size

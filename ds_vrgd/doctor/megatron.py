@@ -24,10 +24,8 @@ from ds_vrgd.engines.megatron import get_optimizer
 def examine_megatron(optimizer: str, named: str | None, steps: int) -> Outcome:
     """Train in fp32 and in bf16 on data-parallel ranks, and compare. A collective: the status is the same on each.
 
-    Args:
-        optimizer: name of its class, with default arguments, but without weight decay.
-        named: the user's model as ``module:function``, or None.
-        steps: optimizer steps.
+    The optimizer, given by its class's name, has default arguments, but no weight decay. For ``named`` see
+    :func:`load_model`.
     """
     if not parallel_state.model_parallel_is_initialized():
         parallel_state.initialize_model_parallel()

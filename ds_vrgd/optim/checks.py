@@ -28,10 +28,7 @@ MOST_CHUNKS = 8
 def require_whole_layers(optimizer: str, group: dict[str, Any], *, stepping: bool = False) -> None:
     """Require that every parameter of a group, whose update sums over layers, is one whole layer of real numbers.
 
-    Args:
-        optimizer: name of its class.
-        group: a param group.
-        stepping: whether this is a step without an engine, which would know how the parameters are cut.
+    ``stepping`` is a step without an engine, which would know how the parameters are cut.
 
     Raises:
         ValueError: naming the parameter, how it is sharded, and what to use instead.
@@ -79,10 +76,7 @@ def _sharding(param: Tensor, stepping: bool) -> str | None:
 def require_chunks(optimizer: str, in_window: int, *, always_one: bool) -> None:
     """Require chunks, and the two that a variance needs in at least one of the first two windows.
 
-    Args:
-        optimizer: name of its class.
-        in_window: chunks of this window.
-        always_one: whether this window and all before it, of which there are some, had one chunk.
+    ``in_window`` are those of this window; ``always_one`` says that it and all before it, some, had one.
 
     Raises:
         RuntimeError: saying how many there were, and what to do.
@@ -158,10 +152,8 @@ def require_everyone(device: torch.device) -> None:
     """Require that all ranks are in ``step()``. A collective, and the first of a step.
 
     Inside DDP's ``join()`` a rank that has run out of data sums one float, 0, with the ranks that still train. The sum
-    here is the same collective to it; any other would abort the process in gloo or hang it in NCCL.
-
-    Args:
-        device: on which the ranks can talk to each other.
+    here, on a device where the ranks can talk, is the same collective to it; any other would abort the process in gloo
+    or hang it in NCCL.
 
     Raises:
         RuntimeError: on the ranks that are in ``step()``, where others are not.

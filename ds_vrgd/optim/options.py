@@ -282,13 +282,8 @@ def check(given: Mapping[str, Any]) -> None:
 def check_group(optimizer: type, known: Iterable[str], group: Mapping[str, Any]) -> None:
     """Check the keys and the values of a param group.
 
-    Arguments of another optimizer are left alone, so that the same groups serve several, and so are the keys of
-    frameworks and schedules, and keys that begin with an underscore.
-
-    Args:
-        optimizer: the class.
-        known: the arguments that its param groups have.
-        group: as it was given.
+    Arguments of another optimizer than the class, whose groups have the ``known`` ones, are left alone, so that the
+    same groups serve several. So are keys of frameworks and schedules, and keys that begin with an underscore.
 
     Raises:
         ValueError: an argument that holds for all groups, an unknown key, or a value out of its range.

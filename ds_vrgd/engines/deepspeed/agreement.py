@@ -31,8 +31,7 @@ def require_same_model(engine: Engine, model: torch.nn.Module) -> None:
     Raises:
         RuntimeError: on every rank, naming what differs between ranks that should hold the same parameters.
     """
-    if torch.distributed.is_initialized():
-        require_agreement(table_of_params(model.named_parameters()) | _settings(engine), replicas=replicas_of(engine))
+    require_agreement(table_of_params(model.named_parameters()) | _settings(engine), replicas=replicas_of(engine))
 
 
 def require_same_optimizer(engine: Engine, optimizer: VROptimizer) -> None:
@@ -45,8 +44,6 @@ def require_same_optimizer(engine: Engine, optimizer: VROptimizer) -> None:
     Raises:
         RuntimeError: on every rank, naming what differs.
     """
-    if not torch.distributed.is_initialized():
-        return
     replicas, settings = replicas_of(engine), _settings(engine)
     require_agreement(table_of_optimizer(optimizer, engine.param_names) | settings, replicas=replicas)
     if replicas is None:

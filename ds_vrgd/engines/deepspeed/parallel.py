@@ -166,9 +166,7 @@ class Layers:
     def of(self, param: Tensor, partition: Any | None = None) -> Layer:
         """Return the logical tensor that ``param`` is, or is a part of.
 
-        Args:
-            param: a parameter of the model.
-            partition: process group over which the optimizer wrapper cuts it; None where it keeps it whole.
+        ``partition`` is the process group over which the optimizer wrapper cuts it; None where it keeps it whole.
         """
         cut_over = (partition, self._group if param in self._split else None)
         # DeepSpeed's rule: split weights count on every tensor-parallel rank, copies on the first alone.

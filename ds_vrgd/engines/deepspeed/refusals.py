@@ -311,14 +311,9 @@ def refuse_inexact(engine: Engine, optimizer: VROptimizer) -> None:
 
 
 def refuse_overruled(named: Any, ours: Mapping[str, type[VROptimizer]], optimizer: torch.optim.Optimizer) -> None:
-    """Raise if the JSON names an optimizer of ours, and the program has given the engine one of another class.
+    """Raise if the JSON has ``named`` an optimizer of ours, and the program has given the engine one of another class.
 
-    DeepSpeed takes the program's, and does not mention the JSON's.
-
-    Args:
-        named: the optimizer's name in the JSON; None if it has none.
-        ours: our optimizers by the names that a JSON may use.
-        optimizer: the engine's.
+    DeepSpeed takes the program's, and does not mention the JSON's. ``ours`` are by the names that a JSON may use.
 
     Raises:
         RuntimeError: naming both, and the way out.

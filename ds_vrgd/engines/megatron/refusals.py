@@ -108,11 +108,7 @@ REFUSALS = (
 
 
 def require_supported(optimizer: str, setup: Setup) -> None:
-    """Refuse what is not exact, or was not tried.
-
-    Args:
-        optimizer: name of its class.
-        setup: the configuration and the model.
+    """Refuse what is not exact, or was not tried, for an optimizer given by its class's name.
 
     Raises:
         UnsupportedRelease: Megatron-Core is of a release that was not measured.

@@ -138,13 +138,9 @@ def _together() -> Iterator[tuple[int, int]]:
 def load_universal(engine: Engine, folder: Path, *, load_optimizer_states: bool = True) -> None:
     """Load weights, every state, options, loss scale, frozen weights and buffers from a universal checkpoint.
 
-    The weights are the fp32 masters; the engine casts them to the model's dtype. A collective: what one rank finds
-    wrong, all ranks raise, before anything is changed.
-
-    Args:
-        engine: with one of our optimizers, at ZeRO stage 1, 2 or 3.
-        folder: ``output/<tag>`` of :func:`~ds_vrgd.engines.deepspeed.to_universal`.
-        load_optimizer_states: False for weights and buffers alone.
+    The weights are the fp32 masters; the engine, at ZeRO stage 1, 2 or 3, casts them to the model's dtype. A
+    collective: what one rank finds wrong, all ranks raise, before anything is changed. ``folder`` is the
+    ``output/<tag>`` of :func:`~ds_vrgd.engines.deepspeed.to_universal`.
 
     Raises:
         CheckpointError: something of the model or of the state is missing, or is too many, or is another's, or the
