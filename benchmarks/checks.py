@@ -32,7 +32,8 @@ from benchmarks.training import build, free, release, storages
 from ds_vrgd.engines.deepspeed.chunks import Chunks
 from ds_vrgd.engines.deepspeed.edited import EditDetector, FusedEdits
 from ds_vrgd.moments import Comparison
-from ds_vrgd.optim.ranks import RankRecorder, RankWatch
+from ds_vrgd.optim.ranks.recorder import RankRecorder
+from ds_vrgd.optim.ranks.watch import RankWatch
 
 STEPS = 3
 RESAMPLES = 10_000

@@ -11,6 +11,9 @@ import torch
 BLOCK = 2048
 #: Numbers in a row of :attr:`BlockTable.rows`.
 COLUMNS = 6
+#: Where the squares of a run of values sum to less, some may have left fp32's range: they are summed anew, of values
+#: that were multiplied by :data:`GROWTH`.
+SMALL_SQUARES, GROWTH = 2.0**-100, 2.0**64
 
 
 class BlockTable:

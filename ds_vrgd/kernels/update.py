@@ -17,15 +17,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ds_vrgd.kernels.blocks import BLOCK, COLUMNS, BlockTable
+from ds_vrgd.kernels.blocks import BLOCK, COLUMNS, GROWTH, SMALL_SQUARES, BlockTable
 from ds_vrgd.kernels.records import Columns, ShardCall, Tensors
 
 WARPS = 8
 # Blocks of a layer that are summed at once.
 CHUNK = 1024
-#: Where the squares of a block's values sum to less, some may have left fp32's range: they are summed anew, of values
-#: that were multiplied by :data:`GROWTH`.
-SMALL_SQUARES, GROWTH = 2.0**-100, 2.0**64
 
 _COLUMNS, _FIELDS = tl.constexpr(COLUMNS), tl.constexpr(len(Tensors._fields))
 # The least variance of an element, as in ds_vrgd.gsnr.

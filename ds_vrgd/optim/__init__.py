@@ -5,7 +5,9 @@ from ds_vrgd.optim.lamb import LAMB, VRLAMB
 from ds_vrgd.optim.lars import LARS, VRLARS
 from ds_vrgd.optim.observer import LayerStatistics, Observer
 from ds_vrgd.optim.optimizer import VROptimizer, allocate_state_only, find_optimizer, unused_over
-from ds_vrgd.optim.ranks import RankError, RankEvent, RankReport, RankWatch
+from ds_vrgd.optim.ranks.recorder import RankError
+from ds_vrgd.optim.ranks.report import RankReport
+from ds_vrgd.optim.ranks.watch import RankEvent, RankWatch
 from ds_vrgd.optim.sgd import VRSGD, VRMomentum
 
 #: Every optimizer, by the name that a DeepSpeed JSON uses.

@@ -16,7 +16,7 @@ from ds_vrgd.optim.observer import Shard
 from ds_vrgd.optim.optimizer import VROptimizer
 from ds_vrgd.optim.options import documented, passed
 from ds_vrgd.optim.passes import Piece
-from ds_vrgd.optim.ranks import RankEvent
+from ds_vrgd.optim.ranks.watch import RankEvent
 
 
 def adam(

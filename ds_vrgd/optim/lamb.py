@@ -15,12 +15,12 @@ from torch.optim.optimizer import ParamsT
 
 from ds_vrgd.kernels.records import AdamNumbers
 from ds_vrgd.optim.adam import adam, adam_numbers
+from ds_vrgd.optim.lars import trust_ratio
 from ds_vrgd.optim.observer import Shard
 from ds_vrgd.optim.optimizer import VROptimizer
 from ds_vrgd.optim.options import documented, passed
 from ds_vrgd.optim.passes import Piece
-from ds_vrgd.optim.ranks import RankEvent
-from ds_vrgd.optim.trust import trust_ratio
+from ds_vrgd.optim.ranks.watch import RankEvent
 
 
 def lamb_update(

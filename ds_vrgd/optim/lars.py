@@ -1,4 +1,4 @@
-"""LARS: its trust ratio as a pure function, in front of the rule of SGD; and VR-LARS.
+"""LARS: trust ratios as pure functions, in front of the rule of SGD; and VR-LARS.
 
 The norms are those of whole layers, however they are sharded.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Literal
 
+import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
@@ -15,9 +16,22 @@ from ds_vrgd.kernels.records import MomentumNumbers
 from ds_vrgd.optim.optimizer import VROptimizer
 from ds_vrgd.optim.options import documented, passed
 from ds_vrgd.optim.passes import Piece
-from ds_vrgd.optim.ranks import RankEvent
+from ds_vrgd.optim.ranks.watch import RankEvent
 from ds_vrgd.optim.sgd import momentum_numbers, sgd_of_piece
-from ds_vrgd.optim.trust import trust_ratio
+
+
+def trust_ratio(numerator: Tensor, denominator: Tensor, nonzero: Tensor, group: dict[str, Any]) -> Tensor:
+    """Return ``numerator / denominator`` of every layer, 1 where not ``nonzero``, confined to ``trust_clip``.
+
+    Args:
+        numerator, denominator, nonzero: ``(layers,)``.
+        group: param group with ``trust_clip`` and ``adapt``; without ``adapt`` the ratio is 1, whatever the clip.
+    """
+    one = torch.ones_like(numerator)
+    if not group["adapt"]:
+        return one
+    ratio = torch.where(nonzero, numerator / torch.where(nonzero, denominator, one), one)
+    return ratio if group["trust_clip"] is None else ratio.clamp(*group["trust_clip"])
 
 
 def lars_ratio(w: Tensor, g: Tensor, group: dict[str, Any]) -> Tensor:

@@ -19,7 +19,8 @@ from ds_vrgd.optim.gradient import GradientObserver
 from ds_vrgd.optim.observer import AVERAGE, NOT_LOADED, RATIOS, LayerStatistics, Observer, Shard
 from ds_vrgd.optim.passes import KernelPasses, Rule, TorchPasses, passes_over
 from ds_vrgd.optim.plain import PlainObserver
-from ds_vrgd.optim.ranks import RankEvent, RankRecorder
+from ds_vrgd.optim.ranks.recorder import RankRecorder
+from ds_vrgd.optim.ranks.watch import RankEvent
 from ds_vrgd.optim.state import cast_averages, fitted, lacks_average
 
 FEW_CHUNKS = 8

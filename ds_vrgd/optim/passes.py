@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ds_vrgd import gsnr, kernels
-from ds_vrgd.kernels.blocks import BlockTable
+from ds_vrgd.kernels.blocks import GROWTH, SMALL_SQUARES, BlockTable
 from ds_vrgd.kernels.records import AdamNumbers, Columns, MomentumNumbers, RatioNumbers, ShardCall, Tensors
 from ds_vrgd.moments import LayerTable, Moments, local
 from ds_vrgd.optim.observer import AVERAGE, Shard
@@ -23,9 +23,6 @@ from ds_vrgd.optim.observer import AVERAGE, Shard
 #: Elements of a piece for each thread of a CPU: the tensors of an Adam step have 10 MB then, which the last cache
 #: holds. Smaller pieces are slower, as torch needs about 2 us to begin each of some 25 operations.
 ELEMENTS_A_THREAD = 2**18
-#: Where the squares of a piece's values sum to less, some may have left fp32's range: they are summed anew, of values
-#: that were multiplied by GROWTH.
-SMALL_SQUARES, GROWTH = 2.0**-100, 2.0**64
 
 _STATES = ("momentum_buffer", "exp_avg", "exp_avg_sq")
 #: The blocks of each table, made by its first kernel.

@@ -9,7 +9,8 @@ from benchmarks.contenders import CONTENDERS
 from ds_vrgd.engines.deepspeed.chunks import Chunks
 from ds_vrgd.engines.deepspeed.edited import EditDetector, FusedEdits
 from ds_vrgd.moments import Comparison
-from ds_vrgd.optim.ranks import RankRecorder, RankWatch
+from ds_vrgd.optim.ranks.recorder import RankRecorder
+from ds_vrgd.optim.ranks.watch import RankWatch
 
 CHECKS = [(Chunks, "came"), (FusedEdits, "come_last"), (FusedEdits, "add_to_sums"), (EditDetector, "find")]
 WATCH = [(Comparison, "add"), (RankRecorder, "take"), (RankRecorder, "judge")]

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ds_vrgd import LAMB, VRLAMB, RankEvent, RankReport, RankWatch, rank_report
 from ds_vrgd.moments import Comparison, Ranks
-from ds_vrgd.optim.ranks import RankRecorder
+from ds_vrgd.optim.ranks.recorder import RankRecorder
 from ds_vrgd.optim.ranks.series import FALSE_ALARMS, HORIZON, WARMUP, Series
 from ds_vrgd.optim.ranks.watch import QUIET
 

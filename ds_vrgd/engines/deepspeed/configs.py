@@ -18,6 +18,7 @@ from typing import Any, get_args
 
 import deepspeed
 from deepspeed.runtime.config import DeepSpeedConfig
+from deepspeed.runtime.config_utils import dict_raise_error_on_duplicate_keys
 from deepspeed.utils import logger
 from pydantic import BaseModel, ValidationError
 
@@ -44,7 +45,9 @@ def read_config(path: Path) -> dict[str, Any]:
     """
     try:
         text = path.read_text(encoding="utf-8")
-        config = json.loads(text, object_pairs_hook=_unique, parse_float=_finite, parse_constant=_finite)
+        config = json.loads(
+            text, object_pairs_hook=dict_raise_error_on_duplicate_keys, parse_float=_finite, parse_constant=_finite
+        )
     except OSError as error:
         reason = f" cannot be read ({error.strerror}); give the path of a DeepSpeed JSON file"
     except json.JSONDecodeError as error:
@@ -64,14 +67,6 @@ def _finite(text: str) -> float:
     if not math.isfinite(value := float(text)):
         raise ValueError(f"{text} is not a finite number; give one")
     return value
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    keys = [key for key, _ in pairs]
-    for key in set(keys):
-        if keys.count(key) > 1:
-            raise ValueError(f"the key {key!r} is there twice in one object; remove one of them")
-    return dict(pairs)
 
 
 def did_you_mean(key: str, known: Iterable[str], path: str = "") -> str:

@@ -25,7 +25,7 @@ def test_error_names_file_and_line(tmp_path: Path) -> None:
 
 
 def test_repeated_key_is_an_error_as_in_deepspeed(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"ds\.json: the key 'stage' is there twice"):
+    with pytest.raises(ValueError, match=r"ds\.json: Duplicate keys in DeepSpeed config: \['stage'\]"):
         read(tmp_path, '{"zero_optimization": {"stage": 1, "stage": 2}}')
 
 
