@@ -14,12 +14,7 @@ class UnsupportedRelease(RuntimeError):
 
 
 def need(extra: str, *modules: str, distribution: str = "ds_vrgd") -> None:
-    """Check that packages are installed, without importing them.
-
-    Args:
-        extra: the extra that brings them.
-        modules: their top-level modules.
-        distribution: the package whose extra it is.
+    """Check that the packages that an extra of ``distribution`` brings are installed, without importing them.
 
     Raises:
         MissingExtra: a package is not installed.

@@ -147,7 +147,22 @@ class _Watched(Tensor):
         return result
 
 
-class GSNRCallback(TrainerCallback):  # type: ignore[misc]
+class _Callback(TrainerCallback):  # type: ignore[misc]
+    """Logs a record of its own whenever the Trainer logs its loss."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
+        """Log a record, if there is one, after the record of the loss."""
+        if logs is not None and "loss" in logs and (record := self._record()):
+            self._trainer.log(record)
+
+    def _record(self) -> dict[str, Any]:
+        raise NotImplementedError
+
+
+class GSNRCallback(_Callback):
     """Logs GSNR, k and the gradient noise scale whenever the Trainer logs its loss, to whatever ``report_to`` names.
 
     ``trainer.add_callback(GSNRCallback(trainer))``: the Trainer does not pass itself to a callback, which calls its
@@ -166,7 +181,7 @@ class GSNRCallback(TrainerCallback):  # type: ignore[misc]
     """
 
     def __init__(self, trainer: Trainer) -> None:
-        self._trainer = trainer
+        super().__init__(trainer)
         self._knows_noise = True
         self.meter = NoiseScaleMeter()
 
@@ -214,23 +229,21 @@ class GSNRCallback(TrainerCallback):  # type: ignore[misc]
             size *= self._trainer.current_gradient_accumulation_steps  # which FSDP2 merges into one chunk
         return size
 
-    def on_log(self, args: Any, state: Any, control: Any, logs: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
-        """Log a record of GSNR after the record of the loss."""
-        if logs is None or "loss" not in logs:
-            return
+    def _record(self) -> dict[str, Any]:
         optimizer = find_optimizer(self._trainer.optimizer)
-        if optimizer.layer_statistics and not _was_skipped(self._trainer):
-            stats = gsnr_stats(optimizer)
-            means = {name: mean for name, mean in vars(stats.means()).items() if mean is not None}
-            record = {"gsnr_k": stats.k} | {f"gsnr_{name}": mean for name, mean in means.items()}
-            if self._knows_noise:
-                found = self.meter.estimate()
-                averaged = {"mean": found.value, "low": found.low, "high": found.high}
-                record |= {f"noise_scale_{name}": value for name, value in averaged.items() if math.isfinite(value)}
-            self._trainer.log(record)
+        if not optimizer.layer_statistics or _was_skipped(self._trainer):
+            return {}
+        stats = gsnr_stats(optimizer)
+        means = {name: mean for name, mean in vars(stats.means()).items() if mean is not None}
+        record = {"gsnr_k": stats.k} | {f"gsnr_{name}": mean for name, mean in means.items()}
+        if self._knows_noise:
+            found = self.meter.estimate()
+            averaged = {"mean": found.value, "low": found.low, "high": found.high}
+            record |= {f"noise_scale_{name}": value for name, value in averaged.items() if math.isfinite(value)}
+        return record
 
 
-class RankCallback(TrainerCallback):  # type: ignore[misc]
+class RankCallback(_Callback):
     """Logs the ranks side by side whenever the Trainer logs its loss, for an optimizer with ``watch``.
 
     ``trainer.add_callback(RankCallback(trainer))``. ``rank_norm_3``, ``rank_cosine_3`` and ``rank_deviation_3`` are
@@ -238,9 +251,6 @@ class RankCallback(TrainerCallback):  # type: ignore[misc]
     record, which is all that a skipped step logs. The ranks are those that are compared with the one that logs: those
     of its node. docs/RANKS.md.
     """
-
-    def __init__(self, trainer: Trainer) -> None:
-        self._trainer = trainer
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Check that the ranks are compared.
@@ -255,16 +265,15 @@ class RankCallback(TrainerCallback):  # type: ignore[misc]
                 "function"
             )
 
-    def on_log(self, args: Any, state: Any, control: Any, logs: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
-        """Log a record of the ranks after the record of the loss."""
+    def _record(self) -> dict[str, Any]:
         recorder = find_optimizer(self._trainer.optimizer).recorder
-        if logs is None or "loss" not in logs or recorder is None or recorder.report is None:
-            return
+        if recorder is None or recorder.report is None:
+            return {}
         record = {"rank_events": float(len(recorder.news()))}
         if not _was_skipped(self._trainer):
             for name, values in zip(("norm", "cosine", "deviation"), recorder.report.whole(), strict=True):
                 record |= {f"rank_{name}_{rank}": v for rank, v in zip(recorder.report.ranks, values, strict=True)}
-        self._trainer.log(record)
+        return record
 
 
 def _optimizer_of(trainer: Trainer, callback: TrainerCallback) -> VROptimizer:

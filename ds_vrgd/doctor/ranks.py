@@ -169,11 +169,8 @@ def _end(status: int) -> NoReturn:
 def run_as_rank(function: Callable[..., T], *arguments: Any, join: Callable[[float], None] | None = None) -> T:
     """Return ``function(*arguments)``, run in this process, which a launcher has started as one of the ranks.
 
-    An error ends the process at once, so that the launcher ends the others.
-
-    Args:
-        function, arguments: what to run.
-        join: makes the process one of the ranks, given the seconds for all; None for the collectives of a training.
+    An error ends the process at once, so that the launcher ends the others. ``join`` makes the process one of the
+    ranks, given the seconds for all; None for the collectives of a training.
     """
     try:
         (join or _join)(TIMEOUT_S)

@@ -281,10 +281,6 @@ class Launcher:
     A launch covers neighbouring shards that have the same numbers and lack the same tensors: a parameter each, where
     nobody has put them into one flat tensor, and then a model is a few launches. The kernels find a shard's tensors by
     their addresses.
-
-    Args:
-        table: the blocks of the shards.
-        calls: one for each shard.
     """
 
     def __init__(self, table: BlockTable, calls: Sequence[ShardCall]) -> None:
@@ -310,13 +306,7 @@ class Launcher:
         self._addresses = host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
 
     def launch(self, kernel: Any, columns: Columns, partials: Tensor | None) -> None:
-        """Run one of the kernels above over all blocks.
-
-        Args:
-            kernel: the kernel.
-            columns: what it needs of the passes before it.
-            partials: ``(columns, blocks)``, which the kernel writes; None for no sums.
-        """
+        """Run one of the kernels above over all blocks; it writes ``partials``, ``(columns, blocks)``, if there are."""
         with torch.cuda.device_of(self._addresses):
             for run, aligned, (like, numbers, rule, seed) in self._runs:
                 _over_block[run.stop - run.start,](

@@ -23,32 +23,21 @@ _Block = tuple[tuple[int, ...], tuple[int, ...], int]  # size, strides and offse
 
 @dataclass(frozen=True)
 class Route:
-    """The owners of one parameter's elements.
+    """The owners of one parameter's elements."""
 
-    Attributes:
-        param: the parameter whose gradient is observed.
-        name: its name, for messages.
-        numel: its elements, on all ranks together.
-        runs: ``(rank, elements)`` of consecutive runs of the flattened parameter, by ascending rank.
-        shard: this rank's optimizer tensor that holds its run.
-        shard_start: where its run begins in ``shard``; meaningless if it has none. With ``slot``, where its slot
-            begins, also if the slot is empty.
-        slot: elements that the exchange and the shard reserve for the run on *every* rank (ZeRO-3 cuts each parameter
-            into equal slots); None where they reserve exactly the runs.
-        place: index among all routes in the order of the shards and of their elements, the same on all ranks.
-            Neighbours in a shard that travel together are merged in one piece; it changes no value.
-        dtype: in which the gradient travels; None for the parameter's own.
-    """
-
-    param: Tensor
-    name: str
-    numel: int
-    runs: tuple[tuple[int, int], ...]
-    shard: Tensor
-    shard_start: int
+    param: Tensor  # whose gradient is observed
+    name: str  # for messages
+    numel: int  # its elements, on all ranks together
+    runs: tuple[tuple[int, int], ...]  # (rank, elements) of consecutive runs of it, flattened, by ascending rank
+    shard: Tensor  # this rank's optimizer tensor that holds its run
+    shard_start: int  # where its run begins in ``shard``, if it has one; with ``slot``, where its slot begins
+    # Elements that the exchange and the shard reserve for the run on *every* rank (ZeRO-3 cuts each parameter into
+    # equal slots); None where they reserve exactly the runs.
     slot: int | None = None
+    # Index among all routes in the order of the shards and of their elements, the same on all ranks. Neighbours in a
+    # shard that travel together are merged in one piece; it changes no value.
     place: int = 0
-    dtype: torch.dtype | None = None
+    dtype: torch.dtype | None = None  # in which the gradient travels; None for the parameter's own
 
     @property
     def wire(self) -> torch.dtype:

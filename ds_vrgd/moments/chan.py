@@ -19,16 +19,12 @@ from ds_vrgd import kernels
 class Moments(NamedTuple):
     """The moments of the chunks of a window, element by element.
 
-    Attributes:
-        total: ``parts`` times the mean over the chunks, ``(n,)``, fp32 or wider. Under ZeRO it is the sum over the
-            micro-batches of the mean over the ranks, which is the gradient that a step takes.
-        m2: centred sum of squares over the chunks, same shape and dtype; ``(0,)`` where the mean alone is wanted.
-        parts: the divisor of ``total``.
+    Under ZeRO ``total`` is the sum over the micro-batches of the mean over the ranks: the gradient that a step takes.
     """
 
-    total: Tensor
-    m2: Tensor
-    parts: int = 1
+    total: Tensor  # ``parts`` times the mean over the chunks, ``(n,)``, fp32 or wider
+    m2: Tensor  # centred sum of squares over the chunks, same shape and dtype; ``(0,)`` where only the mean is wanted
+    parts: int = 1  # the divisor of ``total``
 
     @property
     def mean(self) -> Tensor:

@@ -215,8 +215,7 @@ class Comparison:
     def totals(self, device: torch.device) -> RankSums:
         """Return the sums over whole layers, the same on all ranks of the group. A collective: two all-reduces.
 
-        Args:
-            device: where the ranks can communicate.
+        ``device`` is where the ranks can communicate.
         """
         sums, peak = (held.to(device, copy=True) for held in self._open(device))
         if self.group is not None:

@@ -13,12 +13,7 @@ T = TypeVar("T")
 
 
 def gathered(own: T, group: Any | None) -> list[T]:
-    """Return what each rank of a group has, by rank, of anything that can be pickled; a collective.
-
-    Args:
-        own: what this rank has.
-        group: process group of the ranks; None for a single process.
-    """
+    """Return what each rank of a group (None: a single process) has, by rank; a collective of what can be pickled."""
     if group is None:
         return [own]
     everyone = [own] * torch.distributed.get_world_size(group)

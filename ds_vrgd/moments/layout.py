@@ -44,24 +44,16 @@ def local_gradient(tensor: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Layer:
-    """One parameter tensor.
+    """One parameter tensor."""
 
-    Attributes:
-        name: the parameter's.
-        numel: its elements, on all ranks together.
-        groups: process groups over which its elements are cut; summed over each of them in turn, the ranks' parts make
-            the layer (ZeRO's data-parallel group; with tensor parallelism, also that group for a split weight). Empty
-            where every rank holds it whole.
-        counted: whether this rank's part counts in a sum over the whole model; False for a copy that another
-            model-parallel rank counts.
-        share: micro-batches that make one of this layer's chunks together: those of the expert-parallel ranks, whose
-            tokens an expert has seen before anybody sees its gradient; 1 for every other layer.
-    """
-
-    name: str
-    numel: int
+    name: str  # the parameter's
+    numel: int  # its elements, on all ranks together
+    # Process groups over which its elements are cut; summed over each of them in turn, the ranks' parts make the layer
+    # (ZeRO's data-parallel group; for a split weight, also the tensor-parallel one). Empty where every rank has it all.
     groups: tuple[Any, ...] = ()
-    counted: bool = True
+    counted: bool = True  # in a sum over the whole model; False for a copy that another model-parallel rank counts
+    # Micro-batches that make one of this layer's chunks together: those of the expert-parallel ranks, whose tokens an
+    # expert has seen before anybody sees its gradient; 1 for every other layer.
     share: int = 1
 
 
@@ -77,18 +69,11 @@ class Segment:
 
 @dataclass(frozen=True)
 class ShardLayout:
-    """The layers in a shard.
+    """The layers in a shard. Between and after its segments is padding: perhaps uninitialised memory, never read."""
 
-    Attributes:
-        layers: every layer that any rank's piece of this shard holds, in the same order on all ranks.
-        segments: this rank's runs, by ascending start, at most one per layer. Between and after them is padding:
-            possibly uninitialised memory, and never read.
-        numel: elements of the shard, padding included.
-    """
-
-    layers: tuple[Layer, ...]
-    segments: tuple[Segment, ...]
-    numel: int
+    layers: tuple[Layer, ...]  # all that any rank's piece of this shard holds, in the same order on all ranks
+    segments: tuple[Segment, ...]  # this rank's runs, by ascending start, at most one per layer
+    numel: int  # elements of the shard, padding included
 
     def __post_init__(self) -> None:
         end = 0

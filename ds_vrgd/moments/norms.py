@@ -21,11 +21,9 @@ class ChunkNorms:
         self._forgotten: dict[Tensor, int] = {}
 
     def note(self, micro_batch: int, gradients: Iterable[tuple[Tensor, Tensor]]) -> None:
-        """Take the norms of gradients, or of parts of them.
+        """Take the norms of gradients, or of parts of them, in the order in which a report names them.
 
-        Args:
-            micro_batch: its number in the window, from 0.
-            gradients: (parameter, gradient), in the order in which a report names them.
+        ``micro_batch`` is the number in the window, from 0.
         """
         alike: dict[tuple[torch.device, torch.dtype], tuple[list[Tensor], list[Tensor]]] = {}
         for param, grad in gradients:

@@ -23,9 +23,7 @@ _Pair = tuple[Tensor, Tensor]
 class ShardStore:
     """``total`` and ``m2`` of every shard, from its first bucket in a window to the window's end.
 
-    Args:
-        buckets: all there are.
-        variance: whether ``m2`` is wanted; else it has no elements.
+    Without ``variance``, ``m2`` has no elements.
     """
 
     def __init__(self, buckets: Sequence[Bucket], *, variance: bool = True) -> None:
@@ -102,12 +100,7 @@ class NodeStore(ShardStore):
     Memory: 8 bytes per element of the column while a window is open; in :meth:`finish`, those of the shards, and the
     regions of two buckets per node.
 
-    Args:
-        buckets: all there are.
-        groups: of this rank.
-        streams: everything runs on the side stream.
-        chunks: the number of chunks of a micro-batch on one node.
-        variance: as there.
+    Everything runs on the side stream of ``streams``; ``chunks`` is the number of chunks of a micro-batch on one node.
 
     Attributes:
         compare: called with each bucket and the nodes' totals of what this rank owns, ``(nodes, own)``; or None.

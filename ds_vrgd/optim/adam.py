@@ -91,6 +91,7 @@ class VRAdam(VROptimizer):
 
     counts_steps = True
     averages_ratio = True
+    keys = ("exp_avg", "exp_avg_sq")
     kernels = ("adam_step",)
     decoupled_decay: ClassVar[bool] = False
 
@@ -112,10 +113,6 @@ class VRAdam(VROptimizer):
         watch: Literal["log", "error"] | Callable[[RankEvent], None] | None = None,
     ) -> None:
         super().__init__(**passed(locals()))
-
-    def state_keys(self, group: dict[str, Any]) -> tuple[str, ...]:
-        """Return the keys of the first and the second moment."""
-        return ("exp_avg", "exp_avg_sq")
 
     def _update_piece(self, piece: Piece, trust: Tensor | float | None) -> None:
         group, moments = piece.shard.group, (piece.state("exp_avg"), piece.state("exp_avg_sq"))

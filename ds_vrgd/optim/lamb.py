@@ -102,6 +102,8 @@ class VRLAMB(VROptimizer):
     counts_steps = True
     averages_ratio = True
     sums_layers = True
+    keys = ("exp_avg", "exp_avg_sq")
+    trust = staticmethod(lamb_rate)
     kernels = ("lamb_advance", "lamb_apply")
 
     def __init__(
@@ -127,17 +129,10 @@ class VRLAMB(VROptimizer):
     ) -> None:
         super().__init__(**passed(locals()))
 
-    def state_keys(self, group: dict[str, Any]) -> tuple[str, ...]:
-        """Return the keys of the first and the second moment."""
-        return ("exp_avg", "exp_avg_sq")
-
     def _measured(self, piece: Piece) -> Tensor:
         moments, out = (piece.state("exp_avg"), piece.state("exp_avg_sq")), piece.scratch[1]
         step = _debiasing_step(piece.shard)
         return lamb_update(piece.weights, piece.gradient(), *moments, step, piece.shard.group, out)
-
-    def _trust(self, group: dict[str, Any], w: Tensor, u: Tensor) -> Tensor:
-        return lamb_rate(w, u, group)
 
     def _update_piece(self, piece: Piece, trust: Tensor | float | None) -> None:
         assert trust is not None

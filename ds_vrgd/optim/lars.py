@@ -63,6 +63,8 @@ class VRLARS(VROptimizer):
     """
 
     sums_layers = True
+    keys = ("momentum_buffer",)  # also at momentum 0, where it holds the last step
+    trust = staticmethod(lars_ratio)
     kernels = ("lars_norms", "momentum_step")
 
     def __init__(
@@ -86,15 +88,8 @@ class VRLARS(VROptimizer):
     ) -> None:
         super().__init__(**passed(locals()))
 
-    def state_keys(self, group: dict[str, Any]) -> tuple[str, ...]:
-        """Return the key of the momentum buffer, also at momentum 0, where it holds the last step."""
-        return ("momentum_buffer",)
-
     def _measured(self, piece: Piece) -> Tensor:
         return piece.gradient()
-
-    def _trust(self, group: dict[str, Any], w: Tensor, g: Tensor) -> Tensor:
-        return lars_ratio(w, g, group)
 
     def _update_piece(self, piece: Piece, trust: Tensor | float | None) -> None:
         sgd_of_piece(piece, piece.state("momentum_buffer"), trust)

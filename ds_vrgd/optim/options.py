@@ -210,10 +210,7 @@ class UnknownArgument(TypeError, ValueError):
 def nearest(name: str, known: Iterable[str], alike: float = 0.8) -> str | None:
     """Return the one of ``known`` that ``name`` is most likely a misspelling of; None if it is like none of them.
 
-    Args:
-        name: as it was written; case, hyphens and underscores do not count.
-        known: the names that exist.
-        alike: share of the characters of both names that must agree.
+    Case, hyphens and underscores do not count. ``alike`` is the share of the characters of both that must agree.
     """
 
     def letters(name: str) -> str:

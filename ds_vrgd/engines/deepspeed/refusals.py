@@ -122,22 +122,17 @@ def _of_model(engine: Engine) -> Iterator[str]:
     """Yield what hides or changes the gradients of the model."""
     if engine.is_deepcompile_enabled():
         yield "compile.deepcompile=true: gradients are reduced in the graph, where no hook sees them. Set it to false"
-    yield from _of_compilation(engine)
+    compiled = (
+        hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None
+        for module in engine.module.modules()
+    )
+    if _compiles_inexactly(engine) and any(compiled):  # guard_compile() follows later calls
+        yield COMPILED_ON_SEVERAL_DEVICES
     for name, module in engine.module.named_modules():
         if getattr(module, "sparse", False) and isinstance(module, (torch.nn.Embedding, torch.nn.EmbeddingBag)):
             kind = type(module).__name__
             yield f"{kind}(sparse=True) at '{name}': its gradients are sparse tensors. Set sparse=False"
             break
-
-
-def _of_compilation(engine: Engine) -> Iterator[str]:
-    """Yield the reason if a part of the model is compiled; :func:`guard_compile` follows later calls."""
-    compiled = (
-        hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None
-        for module in engine.module.modules()
-    )
-    if _compiles_inexactly(engine) and any(compiled):
-        yield COMPILED_ON_SEVERAL_DEVICES
 
 
 def _compiles_inexactly(engine: Engine) -> bool:

@@ -32,11 +32,8 @@ class RankError(RuntimeError):
 class RankRecorder:
     """The report of every step of an optimizer, and what its argument ``watch`` has done about it.
 
-    The sums are on their way to the CPU while the weights are updated, and are judged after that.
-
-    Args:
-        optimizer: name of its class.
-        policy: its argument ``watch``.
+    The sums are on their way to the CPU while the weights are updated, and are judged after that. ``policy`` is the
+    argument ``watch``.
 
     Attributes:
         report: of the last step; None before the first.

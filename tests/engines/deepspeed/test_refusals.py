@@ -493,10 +493,11 @@ def test_compiled_model_is_refused_at_and_after_stage_3_on_several_accelerators(
     if compiled:
         module[0].compile(backend="eager")  # a part is enough
     engine = SimpleNamespace(
-        device=torch.device(device), module=module, compile=lambda: None, zero_optimization_stage=lambda: stage
-    )
+        device=torch.device(device), module=module, compile=lambda: None, zero_optimization_stage=lambda: stage,
+        is_deepcompile_enabled=lambda: False,
+    )  # fmt: skip
     several = (device, ranks) == ("cuda", 2) and (stage == 3 or after_stage_3)
-    assert list(refusals._of_compilation(engine)) == [refusals.COMPILED_ON_SEVERAL_DEVICES] * refused
+    assert list(refusals._of_model(engine)) == [refusals.COMPILED_ON_SEVERAL_DEVICES] * refused
     refusals.guard_compile(engine)
     with pytest.raises(ValueError, match="with several accelerators") if several else nullcontext():
         engine.compile()

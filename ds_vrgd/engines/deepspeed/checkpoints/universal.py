@@ -131,10 +131,7 @@ def to_universal(
 def read_layers(folder: Path, own: Mapping[str, tuple[list[int], int]], groups: int) -> dict[str, Any]:
     """Return the layers of a converted checkpoint, which are ``own``: every parameter as it was, and no other.
 
-    Args:
-        folder: the checkpoint.
-        own: by name, the whole shape of each trained parameter that is to get its weights, and its param group.
-        groups: the number of param groups.
+    ``own`` has, by name, the whole shape of each trained parameter and its param group, one of ``groups``.
 
     Raises:
         CheckpointError: it was not converted by ds-vrgd, is of another format, or is of another model or other groups.
@@ -221,7 +218,7 @@ def _read(folder: Path) -> tuple[list[dict[str, Any]], list[_Buffer], dict[str, 
     group_of = [index for index, group in enumerate(groups) for _ in group["params"]]
     buffers = []
     for number, shapes in enumerate(models[0]["param_shapes"]):
-        layers = (_layers_in_slots if is_stage_3 else _layers_end_to_end)(folder, number, shapes, ranks)
+        layers = _in_slots(shapes, len(ranks)) if is_stage_3 else _end_to_end(folder, number, shapes, ranks)
         weights = [{"fp32": saved[masters][number].detach()} for saved in ranks]
         states = [own | saved[inner]["state"].get(number, {}) for own, saved in zip(weights, ranks, strict=True)]
         buffers.append(_Buffer(group_of[number], layers, states, [path.name for path in paths]))
@@ -315,7 +312,7 @@ def _check_optimizer(path: Path, saved: Mapping[str, Any], shapes: list[Any], ma
     _check(path, "tensors in param_groups", tensors, [object] * len(shapes))
 
 
-def _layers_end_to_end(
+def _end_to_end(
     folder: Path, number: int, shapes: Mapping[str, Any], ranks: Sequence[Mapping[str, Any]]
 ) -> list[_Layer]:
     """Return the layers of a param group at stages 1 and 2, whose flat buffer was cut into equal shards."""
@@ -335,14 +332,12 @@ def _layers_end_to_end(
     return layers
 
 
-def _layers_in_slots(
-    folder: Path, number: int, shapes: Mapping[str, Any], ranks: Sequence[Mapping[str, Any]]
-) -> list[_Layer]:
+def _in_slots(shapes: Mapping[str, Any], ranks: int) -> list[_Layer]:
     """Return the layers of a sub-group at stage 3, each cut into equal slots, one on each rank."""
     layers, start = [], 0
     for name, shape in shapes.items():
-        slot = math.ceil(math.prod(shape) / len(ranks))
-        pieces = [(rank, start, numel) for rank, numel in slots(math.prod(shape), slot, len(ranks))]
+        slot = math.ceil(math.prod(shape) / ranks)
+        pieces = [(rank, start, numel) for rank, numel in slots(math.prod(shape), slot, ranks)]
         layers.append(_Layer(name, tuple(shape), pieces))
         start += slot
     return layers
