@@ -69,13 +69,9 @@ def files_of(folder: Path) -> dict[str, Fingerprint]:
 
 
 def first_fault(folder: Path, share: int = 0, shares: int = 1, only: str | None = None) -> str | None:
-    """Return the first file of a folder that is not as it was saved, found against expected; None if all are.
+    """Return the first file of a checkpoint or of prepared data that is not as it was saved; None if all are.
 
-    Args:
-        folder: a checkpoint, or prepared data.
-        share: of ``shares`` processes that look at every ``shares``-th file each.
-        shares: their number.
-        only: look at this file alone.
+    This is process ``share`` of ``shares`` that look at every ``shares``-th file each; ``only`` names a single file.
     """
     if not folder.is_dir():
         return "its folder is not there"

@@ -32,8 +32,7 @@ class BlockTable:
         rows: ``(blocks, COLUMNS)`` int64: start, first and last (exclusive) element inside the block, layer, the index
             in the flattened layer that the block's element 0 would have (may be negative), and the shard.
         bounds: the number of the first block of each shard, and that of all blocks.
-        blocks: number of blocks of all shards.
-        layers: number of layers.
+        blocks, layers: their numbers, over all shards.
         spans: ``(layers, 2)`` int32, first block and number of blocks of every layer.
     """
 

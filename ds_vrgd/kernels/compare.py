@@ -124,12 +124,7 @@ def _compare(
 
 
 class Columns:
-    """The columns of a buffer by layer, for the kernel.
-
-    Args:
-        runs: ``(start, elements, layer, index of the first element in the flattened layer)``; a layer may have several.
-        device: where the buffer is.
-    """
+    """The columns of a buffer by layer, for the kernel: :data:`ds_vrgd.moments.compare.Run`, several for a layer."""
 
     def __init__(self, runs: Any, device: torch.device) -> None:
         runs = sorted(runs)

@@ -31,23 +31,17 @@ Run = tuple[int, int, int, int]
 class RankSums(NamedTuple):
     """Sums over the elements of each layer, for ``L`` layers and the ``k`` ranks of one exchange.
 
-    With ``g`` the gradients of an element, ``m`` their mean over the ranks and ``d = g - m`` the deviations:
-
-    Attributes:
-        gram: ``(L, k + 1, k + 1)``, products of ``d``, and in the last row and column of ``m``.
-        square: ``(L, k)``, sum of ``g^2``, by itself, so that a gradient of zero has none.
-        nonfinite: ``(L, k)``, number of values that are not finite, or beyond :data:`LARGEST`.
-        sketch: ``(L, k, SKETCH)``, projections of ``d`` on vectors of random signs, the same in every step. Products of
-            two sketches estimate the products of what was projected.
-        peak: ``(L, 2, k)`` int64, the largest squared leave-one-out deviation of one element (:func:`leave_one_out`),
-            and the largest ``d^2``: the bits of an fp32 number, times 2^32, plus the element's index in the layer
-            modulo 2^32.
+    Below, ``g`` are the gradients of an element, ``m`` their mean over the ranks and ``d = g - m`` the deviations.
     """
 
-    gram: Tensor
-    square: Tensor
-    nonfinite: Tensor
+    gram: Tensor  # (L, k + 1, k + 1), products of d, and in the last row and column of m
+    square: Tensor  # (L, k), sum of g^2, by itself, so that a gradient of zero has none
+    nonfinite: Tensor  # (L, k), number of values that are not finite, or beyond LARGEST
+    # (L, k, SKETCH), projections of d on vectors of random signs, the same in every step. Products of two sketches
+    # estimate the products of what was projected.
     sketch: Tensor
+    # (L, 2, k) int64, the largest squared leave-one-out deviation of one element (leave_one_out()), and the largest
+    # d^2: the bits of an fp32 number, times 2^32, plus the element's index in the layer modulo 2^32.
     peak: Tensor
 
     @property
@@ -77,12 +71,10 @@ def views(sums: Tensor, peak: Tensor) -> RankSums:
 def leave_one_out(deviations: Tensor) -> Tensor:
     """Return squared deviations in units of the other ranks' spread, ``(k, n)``: externally studentised residuals.
 
-    For independent normal gradients the root is Student's t of ``k - 2`` degrees of freedom. Source: Cook, Weisberg,
-    "Residuals and Influence in Regression" (1982), section 2.2.1. It is 0 where all ranks agree, and for k < 3; the
-    spread of the others counts as at least :data:`LEAST_SHARE` of everybody's.
-
-    Args:
-        deviations: ``(k, n)``, from the mean over the ranks.
+    ``deviations``, of that shape, are from the mean over the ranks. For independent normal gradients the root is
+    Student's t of ``k - 2`` degrees of freedom. Source: Cook, Weisberg, "Residuals and Influence in Regression" (1982),
+    section 2.2.1. It is 0 where all ranks agree, and for k < 3; the spread of the others counts as at least
+    :data:`LEAST_SHARE` of everybody's.
     """
     ranks = len(deviations)
     if ranks < 3:

@@ -299,7 +299,11 @@ class VROptimizer(Rule, torch.optim.Optimizer):
             self._warn_no_gradient()
         for shard in shards:
             self._ensure_state(shard)
-        if shards and not _state_only and not (fresh and self._only_makes_state(shards)):
+        only_state = _state_only
+        if fresh and shards and self._observes and not only_state:
+            at_rest = not any(float(group["lr"]) for group in self.param_groups)
+            only_state = self.observer.only_makes_state([shard.grad for shard in shards], rates_are_zero=at_rest)
+        if shards and not only_state:
             self.observer.require_whole_layers(type(self).__name__, self._summing(self.param_groups))
             checks.require_off(type(self).__name__, self._off)
             if self.recorder is not None:
@@ -375,13 +379,6 @@ class VROptimizer(Rule, torch.optim.Optimizer):
         if self._counts:
             self._sum_over_ranks([])
         self.observer.after_step()
-
-    def _only_makes_state(self, shards: Sequence[Shard]) -> bool:
-        """Return whether this first step should create the state and nothing else."""
-        if not self._observes:
-            return False
-        at_rest = not any(float(group["lr"]) for group in self.param_groups)
-        return self.observer.only_makes_state([shard.grad for shard in shards], rates_are_zero=at_rest)
 
     def _prescale(self, shards: Sequence[Shard]) -> None:
         """Bring the base optimizer's own factors, if it has any, into the shards' scales."""

@@ -79,13 +79,10 @@ class Rule:
 
 
 class Piece:
-    """A run of one layer's elements inside a shard.
+    """A run of one layer's elements inside a shard, the one at ``index`` in the call.
 
     Attributes:
-        shard: the shard.
-        index: its index in the call.
-        layer: column of the layer in the table.
-        first: which of the flattened layer's elements comes first.
+        layer, first: column of the layer in the table, and which of the flattened layer's elements comes first.
         weights: a view of the piece's weights.
         scratch: two pieces of memory like ``weights``, which stay in a CPU's cache: the first is for the gradient, the
             second for the rule. None elsewhere, for new memory.
@@ -353,9 +350,7 @@ def passes_over(
 def sum_of_squares(values: Tensor, out: Tensor | None = None) -> Tensor:
     """Return the sum of the squares of a piece's values, a scalar, also where these leave fp32's range.
 
-    Args:
-        values: of any shape.
-        out: memory like ``values`` for the squares; None for new memory.
+    ``out`` is memory like ``values`` for the squares; None for new memory.
     """
     if values.device.type != "cpu" or values.dtype != torch.float32:
         norm: Tensor = torch.linalg.vector_norm(values, dtype=torch.float64)

@@ -18,8 +18,7 @@ _BETWEEN = {
 
 def group() -> Any | None:
     """Return the process group of all ranks; None for a single process."""
-    spread = torch.distributed.is_available() and torch.distributed.is_initialized()
-    return torch.distributed.group.WORLD if spread else None
+    return torch.distributed.group.WORLD if torch.distributed.is_available() else None
 
 
 def is_first() -> bool:

@@ -76,19 +76,13 @@ class RankEvent:
 
 
 class _Rows(NamedTuple):
-    """The rows that are followed, by name: one of each layer, and of the norms and cosines one of the whole gradient.
+    """The rows that are followed: one of each layer, and of the norms and cosines one of the whole gradient."""
 
-    Attributes:
-        norm, cosine: ``(L + 1, ...)``, the whole gradient last.
-        peak, share: ``(L, ...)``, the largest deviation of an element, and the largest share of one.
-        again: ``(2, ...)``, cosines of the deviations with those of the last step, and with their running mean.
-    """
-
-    norm: Tensor
-    cosine: Tensor
-    peak: Tensor
-    share: Tensor
-    again: Tensor
+    norm: Tensor  # (L + 1, ...), the whole gradient last
+    cosine: Tensor  # the same
+    peak: Tensor  # (L, ...), the largest deviation of an element
+    share: Tensor  # (L, ...), the largest share of one
+    again: Tensor  # (2, ...), cosines of the deviations with those of the last step, and with their running mean
 
 
 class RankWatch:
