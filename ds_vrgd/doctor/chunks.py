@@ -32,11 +32,9 @@ def chunk_gradients(
 ) -> list[dict[str, Tensor]]:
     """Return the gradients of one plain backward pass per micro-batch, by name, on the CPU in float64.
 
-    Args:
-        plain: the copy, with the engine's weights; it computes in their dtype.
-        micro_batches: all of a step, over ranks and accumulation, on the copy's device.
-        scale: the engine's factor of the loss; the result is divided by it again.
-        seed: of the first micro-batch's random numbers, one more for each further one; None to set none.
+    The copy has the engine's weights, and computes in their dtype; the micro-batches are all of a step, over ranks and
+    accumulation, on its device. ``scale`` is the engine's factor of the loss; the result is divided by it again.
+    ``seed`` is that of the first micro-batch, one more for each further one; None to set none.
     """
     chunks = []
     for index, batch in enumerate(micro_batches):

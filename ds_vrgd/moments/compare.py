@@ -143,7 +143,6 @@ class Comparison:
         at_once: chunks of a micro-batch, also those of ranks that are not compared here.
 
     Attributes:
-        names, ranks, group, at_once: as given.
         across: the means of the nodes side by side, where gradients stay in a node; its ``ranks`` are their first ones.
     """
 

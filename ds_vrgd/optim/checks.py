@@ -241,11 +241,8 @@ def _plain(value: Any) -> str:
 def any_rank_has_bad(norms: ChunkNorms, grads: Sequence[Tensor], group: Any | None, device: torch.device) -> Tensor:
     """Return whether a chunk, or the gradient made of the chunks, is not finite on any rank: a scalar. A collective.
 
-    Args:
-        norms: the norms of this rank's chunks.
-        grads: what ``step()`` was given, without padding: not the chunks' mean if the caller has changed it.
-        group: all ranks that step together; None for one process.
-        device: on which the ranks can talk to each other.
+    ``grads`` are what ``step()`` was given, without padding: not the chunks' mean if the caller has changed it.
+    ``group`` has all ranks that step together, which can talk to each other on ``device``; None for one process.
     """
     given = ChunkNorms()
     given.note(0, [(grad, grad) for grad in grads])
@@ -263,10 +260,7 @@ def gather_bad(norms: ChunkNorms | None, name_of: Callable[[Tensor], str], group
 
 
 def report_bad(optimizer: str, policy: str, found: Iterable[BadGradient]) -> FloatingPointError | None:
-    """Name the bad gradients of a window that is left out: in a warning of the first rank, or in the returned error.
-
-    ``policy`` is the argument ``nonfinite``.
-    """
+    """Name the bad gradients of a window that is left out: in the first rank's log, or in the returned error."""
     chunks = _named(found)
     if policy == "error":
         return FloatingPointError(
