@@ -91,7 +91,7 @@ class VRAdam(VROptimizer):
 
     counts_steps = True
     averages_ratio = True
-    keys = ("exp_avg", "exp_avg_sq")
+    _keys = ("exp_avg", "exp_avg_sq")
     kernels = ("adam_step",)
     decoupled_decay: ClassVar[bool] = False
 

@@ -102,8 +102,8 @@ class VRLAMB(VROptimizer):
     counts_steps = True
     averages_ratio = True
     sums_layers = True
-    keys = ("exp_avg", "exp_avg_sq")
-    trust = staticmethod(lamb_rate)
+    _keys = ("exp_avg", "exp_avg_sq")
+    _trust = staticmethod(lamb_rate)
     kernels = ("lamb_advance", "lamb_apply")
 
     def __init__(

@@ -63,8 +63,8 @@ class VRLARS(VROptimizer):
     """
 
     sums_layers = True
-    keys = ("momentum_buffer",)  # also at momentum 0, where it holds the last step
-    trust = staticmethod(lars_ratio)
+    _keys = ("momentum_buffer",)  # also at momentum 0, where it holds the last step
+    _trust = staticmethod(lars_ratio)
     kernels = ("lars_norms", "momentum_step")
 
     def __init__(

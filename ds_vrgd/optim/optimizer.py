@@ -398,7 +398,7 @@ class VROptimizer(Rule, torch.optim.Optimizer):
             for _, run in itertools.groupby(shards, lambda shard: id(shard.group)):  # neighbours at once
                 alike = list(run)
                 end = first + sum(len(shard.layout.layers) for shard in alike)
-                columns.append(self.trust(norms[0][first:end], norms[1][first:end], alike[0].group))
+                columns.append(self._trust(norms[0][first:end], norms[1][first:end], alike[0].group))
                 first = end
             trust = torch.cat(columns)
         passes.update(trust)

@@ -48,18 +48,18 @@ class Rule:
     #: Whether the rule sums over whole layers; if not, its step where gamma is 1 is torch's own.
     sums_layers: ClassVar[bool] = False
     #: Returns what scales each layer's update, given norms of weights and measured tensors, and their param group.
-    trust: ClassVar[staticmethod[[Tensor, Tensor, dict[str, Any]], Tensor]]
+    _trust: ClassVar[staticmethod[[Tensor, Tensor, dict[str, Any]], Tensor]]
     #: The kernels of the passes, in :mod:`ds_vrgd.kernels.update`.
     kernels: ClassVar[tuple[str, ...]]
     #: The per-element state, if it is the same in all param groups.
-    keys: ClassVar[tuple[str, ...]] = ()
+    _keys: ClassVar[tuple[str, ...]] = ()
     #: As in ``torch.optim.Optimizer``.
     param_groups: list[dict[str, Any]]
     defaults: dict[str, Any]
 
     def state_keys(self, group: dict[str, Any]) -> tuple[str, ...]:
         """Return the keys of the per-element state that the rule keeps for a param group."""
-        return self.keys
+        return self._keys
 
     def _measured(self, piece: Piece) -> Tensor:
         """Do the first pass over a piece; return the tensor whose norm is compared with that of the weights."""
