@@ -124,8 +124,6 @@ def gsnr_stats(engine_or_optimizer: Any) -> GSNRStatistics:
     layers: dict[str, LayerGSNR] = {}
     measured = _measured(engine_or_optimizer)
     for part in measured:
-        assert part.clamped_low is not None
-        assert part.clamped_high is not None
         rows = torch.stack([part.mean_ratio, part.clamped_low, part.clamped_high], 1).tolist()
         yardsticks = zip(part.table.layers, part.gamma.tolist(), strict=True)
         noise = [clamped_by_noise(part.k // layer.share, gamma) or () for layer, gamma in yardsticks]

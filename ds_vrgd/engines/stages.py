@@ -40,8 +40,6 @@ class StageStatistics:
         """
         columns = torch.zeros(6, len(self._table.names) + 1, dtype=SUM_DTYPE, device=self._device)
         for part in parts:
-            assert part.clamped_low is not None
-            assert part.clamped_high is not None
             gamma = part.gamma.to(self._device)
             measured = (gamma, part.mean_ratio, part.square, part.variance, part.clamped_low, part.clamped_high)
             chosen = [(row, self._mine[name]) for row, name in enumerate(part.table.names) if name in self._mine]

@@ -201,8 +201,8 @@ class LayerStatistics:
     mean_ratio: Tensor  # mean of the raw ratio
     square: Tensor  # sum of the squared mean gradient
     variance: Tensor  # sum of the 1/k variance
-    clamped_low: Tensor | None = None  # fraction of the elements whose ratio was raised to gamma
-    clamped_high: Tensor | None = None  # fraction of those whose ratio was lowered to 1
+    clamped_low: Tensor  # fraction of the elements whose ratio was raised to gamma
+    clamped_high: Tensor  # fraction of those whose ratio was lowered to 1
 
     @property
     def measured(self) -> list[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -115,6 +116,7 @@ class VROptimizer(Rule, torch.optim.Optimizer):
         self._tables: dict[tuple[int, ...], LayerTable] = {}
         self.layer_statistics: list[LayerStatistics] = []
         self._statistics_window = self._judged_window = -1
+        self._statistics: Any = None  # table and rest of those of this call, until ``_counts`` are summed
         self._counts: list[Tensor] = []
         self._warned_few_chunks = self._warned_no_gradient = False
         self._announced = self.overflow = False
@@ -472,8 +474,8 @@ class VROptimizer(Rule, torch.optim.Optimizer):
         unit = self.observer.unit(k) ** 2
         gammas = [shard.group["gamma"] for shard in shards for _ in shard.layout.layers]
         gamma = torch.tensor(gammas, dtype=torch.float64, device="cpu")
-        found = LayerStatistics(table, k, gamma, mean, square_sum * unit, variance_sum * unit)
-        self.layer_statistics.append(found)
+        found = functools.partial(LayerStatistics, table, k, gamma, mean, square_sum * unit, variance_sum * unit)
+        self._statistics = table, found
         return divisor
 
     def table(self, shards: Sequence[Shard]) -> LayerTable:
@@ -490,8 +492,8 @@ class VROptimizer(Rule, torch.optim.Optimizer):
         """Return ``columns``, ``(L,)`` each, summed over the ranks that share layers; with them, waiting counts."""
         if not self._counts:
             return self.observer.ranks.sum(columns)
-        found = self.layer_statistics[-1]
-        *totals, low, high = self.observer.ranks.sum([*columns, *((found.table, count) for count in self._counts)])
-        found.clamped_low, found.clamped_high = low / found.table.numels, high / found.table.numels
+        table, found = self._statistics
+        *totals, low, high = self.observer.ranks.sum([*columns, *((table, count) for count in self._counts)])
+        self.layer_statistics.append(found(low / table.numels, high / table.numels))
         self._counts = []
         return totals
