@@ -46,7 +46,7 @@ class Chunks:
         self._name_of, self._complete, self._hold, self._waits = name_of, complete, hold, waits
         self._in_forward = False
         self._running: int | None = None  # the backward pass, by autograd's number
-        self._pass_brought = False
+        self._pass_brought = self._pass_reached = False  # whether it has reached an observed, and any parameter
         self._one_pass_for_all = False
         self.divided_by: int = 1
         self.forget()
@@ -83,7 +83,9 @@ class Chunks:
             if owned and (self._silent or (self.is_open and self._passes)):
                 self._close()
             if self._closed and self._owned:
+                due = self._reduction_due  # of the window, if no further pass comes
                 self.forget()
+                self._reduction_due = due
             self._forwards += 1
         try:
             yield
@@ -96,7 +98,12 @@ class Chunks:
         self.refuse_broken_pass()
         self._running, self._another_follows = ANNOUNCED, retain_graph
         self.divided_by = self._engine.gradient_accumulation_steps() if scale_wrt_gas else 1
-        yield
+        try:
+            yield
+        except BaseException:
+            if not self._pass_reached:  # nothing has happened, and no pass of this forward pass will come
+                self._running, self._forwards = None, max(self._forwards - 1, 0)
+            raise
 
     @contextmanager
     def _boundary_if_last(self) -> Iterator[None]:
@@ -105,9 +112,10 @@ class Chunks:
         At the boundary DeepSpeed reduces at the end of a pass, and what a further pass brings would be lost.
         """
         engine, boundary = self._engine, self._engine._is_gradient_accumulation_boundary
+        self._owned = self._owned or self._program_owns_boundary()  # no_sync() may be left before the next pass
         announced = self._another_follows or self._passes + 1 < self._expected_passes()
         early = announced or self._is_frozen()
-        self._reduction_due = early and self._pass_brought and engine.is_gradient_accumulation_boundary()
+        self._reduction_due = early and self._pass_reached and engine.is_gradient_accumulation_boundary()
         if early:
             engine._is_gradient_accumulation_boundary = False
         try:
@@ -130,7 +138,7 @@ class Chunks:
 
     def refuse_broken_pass(self) -> None:
         """Raise a RuntimeError if the window holds a part of a backward pass: training cannot continue with it."""
-        if self._pass_brought:
+        if self._pass_reached:
             raise RuntimeError(
                 "a backward pass of this window broke off (an exception, such as running out of memory), and DeepSpeed "
                 "has reduced a part of its gradients and cannot undo that. Start again from the last checkpoint; "
@@ -156,13 +164,16 @@ class Chunks:
         if not self.is_open:
             self.is_open = True
             self._hold(self._another_follows or self._expected_passes() > 1)
-        self._pass_brought = True
+        self._pass_brought = self._pass_reached = True
         return True
+
+    def reached(self, param: Tensor, grad: Tensor) -> None:
+        """Record that a gradient of a parameter has arrived that is not observed, and that DeepSpeed reduces alone."""
+        self._pass_reached |= self.is_running
 
     def end_pass(self) -> None:
         """End a backward pass."""
-        brought, self._running, self._pass_brought = self._pass_brought, None, False
-        self._owned = self._owned or self._program_owns_boundary()  # no_sync() may be left before the next pass
+        brought, self._running, self._pass_brought, self._pass_reached = self._pass_brought, None, False, False
         if brought:
             self._passes += 1
             if not (self._waits or self._another_follows or self._passes < self._expected_passes()):

@@ -180,6 +180,7 @@ class FusedEdits:
         verdicts, self._verdicts = [is_yes() for is_yes in self._verdicts], []
         if not any(verdicts):
             return
+        self.undo(published=False)
         group, routes = self._exchange.group, self._exchange.routes
         device = routes[0].param.device
         changed = torch.tensor([route.param in self._changes for route in routes], dtype=torch.uint8, device=device)
@@ -188,7 +189,7 @@ class FusedEdits:
             change = self._changes.get(route.param)
             if change is None:
                 change = torch.zeros(route.numel, dtype=_sum_dtype(route.param), device=device)
-            change = change.flatten()
+            change = change.flatten().clone()  # the window may be published again, with further changes
             torch.distributed.all_reduce(change, op=torch.distributed.ReduceOp.SUM, group=group)
             self._add(route, change / self._exchange.chunks_at_once)
 
@@ -211,10 +212,9 @@ class FusedEdits:
 
     def hand_out(self, shard: Tensor, start: int, numel: int) -> Tensor:
         """Return a part of a sum for others to write to: a view, ``(numel,)``."""
-        held = self._exchange.moments(shard).total.narrow(0, start, numel)
-        if (shard, start, numel) not in self._measured:
-            self._measured[shard, start, numel] = held.clone()
-        return held
+        if (shard, start, numel) not in self._measured:  # parts may overlap, and one of them be edited already
+            self._measured[shard, start, numel] = self.unedited(shard).total.narrow(0, start, numel).clone()
+        return self._exchange.moments(shard).total.narrow(0, start, numel)
 
     def unedited(self, shard: Tensor) -> Moments:
         """Return the moments of the chunks, ``(n,)``: a copy where the held sum was edited."""
@@ -226,10 +226,22 @@ class FusedEdits:
                 total.narrow(0, start, numel).copy_(measured)
         return Moments(total, moments.m2, moments.parts)
 
-    def undo(self) -> None:
-        """Restore the sums, to which a further micro-batch is about to be added."""
+    def undo(self, *, published: bool) -> None:
+        """Restore the sums, to which something is about to be added: a further micro-batch, or what hooks have changed.
+
+        Raises:
+            RuntimeError: a part was edited before the window was ``published``, and so complete.
+        """
         for (shard, start, numel), measured in self._measured.items():
-            self._exchange.moments(shard).total.narrow(0, start, numel).copy_(measured)
+            held = self._exchange.moments(shard).total.narrow(0, start, numel)
+            if not (published or torch.equal(held.nan_to_num(), measured.nan_to_num())):
+                raise RuntimeError(
+                    "a gradient was set (safe_set_local_grad, safe_set_full_grad) before its window was complete, and "
+                    "a further micro-batch or a hook on accumulated gradients is added to it. Set it after the last "
+                    "backward pass of the window, without managed_gradient_accumulation=false where there are such hooks; or "
+                    'set reduction to "observe".'
+                )
+            held.copy_(measured)
         self._measured.clear()
 
     def clear(self) -> None:

@@ -64,13 +64,17 @@ class _Fused:
         # A module that computes in tiles accumulates in .grad, and marks when it is done.
         if param.grad is not None and getattr(param, "ds_grad_is_ready", True) and self.came(param):
             grad, param.grad = param.grad, None
-            if self._published:
-                self.edits.undo()
-                self._published = False
+            self._reopen()
             self.exchange.add(param, self.edits.chunk(param, grad), keep=True)
+
+    def _reopen(self) -> None:
+        """Take the window back, to whose sums something is about to be added."""
+        self.edits.undo(published=self._published)
+        self._published = False
 
     def end_micro_batch(self) -> None:
         """Exchange what the chunk has left; publish the window at the accumulation boundary."""
+        self._reopen()
         self.exchange.end_micro_batch()
         if self.is_gradient_accumulation_boundary():  # type: ignore[attr-defined]
             self.publish()

@@ -113,6 +113,9 @@ class EngineObserver(Observer):
             self.chunks = Chunks(engine, self._name_of, self.end_micro_batch, hold, waits=waits)
             if self._fused is not None:
                 self._fused.came = self.chunks.came
+            else:
+                others = set(self._params) - set(self._hooked)
+                self._hooks += [GradientHook(param, self.chunks.reached) for param in others]
         # DeepSpeed's norm counts a copy on the first tensor-parallel rank alone; that of fused mode sees every copy.
         self._norm_is_partial = self.mode == "observe" and parallel.tensor_parallel_group(engine) is not None
         if self._norm_is_partial and self._norms is not None:

@@ -77,17 +77,23 @@ def branching() -> Branching:
 class Bench:
     """An engine beside its dense reference, and a plain copy of the model for the chunks' right gradients."""
 
-    def __init__(self, case: Case, rank: int) -> None:
-        self.case, self.rank = case, rank
-        model = branching()
-        groups = param_groups(model, **case.without_decay())
-        self.engine, *_ = deepspeed.initialize(model=model, model_parameters=groups, config=case.config(WORLD))
-        self.plain = branching().to(self.engine.device, DTYPES[case.dtype])
-        start = {name: p.detach().cpu().double() for name, p in self.plain.named_parameters() if p.requires_grad}
-        self.start = start
-        self.reference = DenseOptimizer(case.optimizer, start, reference_groups(start, case), **case.hyper())
-        self.handed = HandedMean(self.engine.basic_optimizer)
+    def __init__(self, case: Case, rank: int, make: Callable[[], nn.Module] = branching, groups: Any = None) -> None:
+        self.case, self.rank, self.make = case, rank, make
+        self.start = {
+            n: p.detach().double() for n, p in make().to(DTYPES[case.dtype]).named_parameters() if p.requires_grad
+        }
+        self.groups = groups or reference_groups(self.start, case)
+        self.build()
+        self.plain = make().to(self.engine.device, DTYPES[case.dtype])
+        self.reference = DenseOptimizer(case.optimizer, self.start, self.groups, **case.hyper())
         self.k: list[int] = []
+
+    def build(self) -> None:
+        """Build the engine, in the place of an earlier one if there was any."""
+        params = dict((model := self.make()).named_parameters())
+        groups = [{**group, "params": [params[name] for name in group["params"]]} for group in self.groups]
+        self.engine, *_ = deepspeed.initialize(model=model, model_parameters=groups, config=self.case.config(WORLD))
+        self.handed = HandedMean(self.engine.basic_optimizer)
 
     def params(self) -> dict[str, Tensor]:
         return {name: p for name, p in self.engine.module.named_parameters() if p.requires_grad}
