@@ -238,8 +238,8 @@ class FusedEdits:
                 raise RuntimeError(
                     "a gradient was set (safe_set_local_grad, safe_set_full_grad) before its window was complete, and "
                     "a further micro-batch or a hook on accumulated gradients is added to it. Set it after the last "
-                    "backward pass of the window, without managed_gradient_accumulation=false where there are such hooks; or "
-                    'set reduction to "observe".'
+                    "backward pass of the window (where there are such hooks, not with managed_gradient_accumulation=false), "
+                    'or set reduction to "observe".'
                 )
             held.copy_(measured)
         self._measured.clear()

@@ -42,7 +42,7 @@ from tests.support.model import OutOfMemory
 from tests.support.ranks import run_on_ranks
 from tests.support.trajectory import ADAPTIVE, DTYPES, Case, relative_error
 
-PROGRAMS, MORE_PROGRAMS, WINDOWS = 16, 300, 5
+PROGRAMS, MORE_PROGRAMS, WINDOWS = 12, 300, 5
 SHAPES = [(3, 4), (7,), (2, 3, 2), (1,), (11, 1), (5, 23), (17,)]
 RATES = {"VRSGD": 0.02, "VRMomentum": 0.01}
 DOUBTS = ("broke off", "are one chunk")  # errors after which a program starts again from its last checkpoint
