@@ -216,6 +216,10 @@ class FusedEdits:
             self._measured[shard, start, numel] = self.unedited(shard).total.narrow(0, start, numel).clone()
         return self._exchange.moments(shard).total.narrow(0, start, numel)
 
+    def zero_or_nan(self) -> Tensor | float:
+        """Return 0, or NaN if what is measured on this rank was not finite before it may have been edited: a scalar."""
+        return 0.0 * sum((measured.sum() for measured in self._measured.values()), 0.0)
+
     def unedited(self, shard: Tensor) -> Moments:
         """Return the moments of the chunks, ``(n,)``: a copy where the held sum was edited."""
         moments = self._exchange.moments(shard)
@@ -238,8 +242,8 @@ class FusedEdits:
                 raise RuntimeError(
                     "a gradient was set (safe_set_local_grad, safe_set_full_grad) before its window was complete, and "
                     "a further micro-batch or a hook on accumulated gradients is added to it. Set it after the last "
-                    "backward pass of the window (where there are such hooks, not with managed_gradient_accumulation=false), "
-                    'or set reduction to "observe".'
+                    "backward pass of the window, and without managed_gradient_accumulation=false where there are "
+                    'such hooks; or set reduction to "observe".'
                 )
             held.copy_(measured)
         self._measured.clear()

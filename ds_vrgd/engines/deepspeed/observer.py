@@ -299,7 +299,9 @@ class EngineObserver(Observer):
         norm = torch.as_tensor(norm)
         if bool(~torch.isfinite(norm) | (norm < 0)):  # DeepSpeed marks what it rejects by -1; all ranks have one norm
             return True
-        return self._norm_is_partial and bool(any_rank_has_bad(self._norms, (), self._everyone, device))
+        # DeepSpeed's norm leaves gradients out, and is formed after edits, which may have hidden what is not finite.
+        is_partial = self._norm_is_partial or (self.mode == "observe" and self.chunks is not None)
+        return is_partial and bool(any_rank_has_bad(self._norms, (), self._everyone, device))
 
     def bad_gradients(self) -> list[BadGradient]:
         """Return the gradients of all ranks' chunks that are not finite; a collective."""

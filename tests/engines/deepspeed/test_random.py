@@ -772,6 +772,31 @@ def sets_early(case: Case, rank: int) -> Found:
         return Found(0.0, [], str(error))
 
 
+def finite(param: Tensor) -> None:
+    assert param.grad is not None
+    param.grad.nan_to_num_(0.0)
+
+
+def hides_nan(case: Case, rank: int) -> Found:
+    """A hook on the accumulated gradient, or a setter after it, hides a NaN: the chunk has no ratio, and is skipped."""
+    pair = Pair(case, rank)
+    for step in range(STEPS):
+        hook = pair.params()["seen.weight"].register_post_accumulate_grad_hook(finite) if step % 2 else None
+        of_window = pair.draw(step)
+        of_window[0][0]["seen"][0] = torch.nan
+        for index, of_ranks in enumerate(of_window):
+            pair.engine.backward(pair.engine(of_ranks[rank]))
+            if index < ACCUMULATION - 1:
+                pair.engine.step()
+        if hook is None and not pair.engine.optimizer.__class__.__name__.startswith("BF16"):
+            pair.edit("seen.weight")
+        pair.engine.step()
+        if hook is not None:
+            hook.remove()
+    skipped = pair.engine.skipped_steps
+    return Found(pair.error(), [WORLD * ACCUMULATION] * skipped)
+
+
 OBSERVING = [name for name in CASES if "fused" not in name]
 STAGE_3 = [name for name in CASES if "stage 3" in name]
 STAYS = ("stage 0", "stage 1, observe", "stage 1, observe, overlapping")  # where a hook sees the sum of a window
@@ -785,6 +810,7 @@ REGRESSIONS = [
     *((masks_around_a_boundary, name) for name in CASES if CASES[name].dtype == "fp32"),
     *((reads, name) for name in STAGE_3 if CASES[name].dtype == "fp32"),
     (sets_early, "stage 3, fused"),
+    *((hides_nan, name) for name in CASES),
 ]
 #: Errors that are the right answer.
 REFUSED = {
