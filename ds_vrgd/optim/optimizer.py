@@ -240,6 +240,7 @@ class VROptimizer(Rule, torch.optim.Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore; arguments that an older or a base optimizer's checkpoint lacks take this one's defaults."""
         super().__setstate__(options.WHOLE | self.__dict__ | state)
+        self.defaults.pop("differentiable", None)  # torch adds it: a key that a new optimizer's state dict has not
         for group in self.param_groups:
             for name, value in self.defaults.items():
                 group.setdefault(name, value)
