@@ -206,13 +206,15 @@ class UnitExchange:
 
         Raises:
             RuntimeError: they were set to zero in place. What this rank has of them cannot tell whether they were on
-                all ranks, or are zero by themselves. They are only looked at where somebody has written to them.
+                all ranks. They are only looked at where somebody has written to them, and the chunks' mean is not zero
+                by itself.
         """
         self.drop_nones()
         held = [(param.grad, version) for param, version in self._versions.items() if param.grad is not None]
         held = [(grad, version) for grad, version in held if local(grad).numel()]
         written = [grad for grad, version in held if _version(grad) != version]
-        if written and len(written) == len(held) and not any(bool(local(grad).count_nonzero()) for grad in written):
+        all_zero = len(written) == len(held) and not any(bool(local(grad).count_nonzero()) for grad in written)
+        if written and all_zero and self._held is not None and bool(self._held[0].count_nonzero()):
             raise RuntimeError(
                 f"the gradients of '{self.unit.name}' were set to zero in place between two backward passes of a "
                 "window, and their chunks would count. Use optimizer.zero_grad() or model.zero_grad()"

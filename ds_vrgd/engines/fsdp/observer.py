@@ -69,21 +69,25 @@ class FSDPObserver(GradientObserver):
         for exchange in self._exchanges:
             exchange.install()
         self._passes = BackwardPasses(self._end_pass)
-        self._told = self._is_retired = False
+        self._told = self._is_retired = self._broke_off = False
         self._forwards = self._ended = self._parts = 0
         self.ranks = Ranks(unit.device)
         # The window is dropped with the model's gradients, until detach() or as long as this lives.
         patches, handle = Patches(), model.register_forward_pre_hook(weakly(self._begin_forward), prepend=True)
-        patches.follow(model, "zero_grad", after=weakly(self.drop))
+        patches.follow(model, "zero_grad", after=weakly(self._drop_with_model))
         self._unfollow = [weakref.finalize(self, handle.remove), weakref.finalize(self, patches.undo)]
 
     def _begin_forward(self, model: nn.Module, inputs: Any) -> None:
         """Count a forward pass, and before it have FSDP2 end a backward pass that broke off."""
-        if torch._C._current_graph_task_id() == -1:  # no backward pass runs
-            end_broken_pass(self._units)
+        self._end_broken_pass()
         self._forwards += torch.is_grad_enabled() and model.training
         for unit in self._units:
             unit.follow_freezing()
+            unit.complete_unreduced()
+
+    def _end_broken_pass(self) -> None:
+        if torch._C._current_graph_task_id() == -1:  # no backward pass runs
+            self._broke_off |= end_broken_pass(self._units)
 
     # -- the param groups ---------------------------------------------------------------------------------------------
 
@@ -132,7 +136,7 @@ class FSDPObserver(GradientObserver):
 
     def _on_reduction(self, exchange: UnitExchange) -> None:
         """Open the backward pass at its first reduction, and forget what the program has thrown away."""
-        if self._passes.broke_off:
+        if self._passes.broke_off or self._broke_off:
             raise _broken_pass()
         if not self._passes.take(exchange):
             raise RuntimeError(
@@ -143,6 +147,13 @@ class FSDPObserver(GradientObserver):
         exchange.drop_discarded()
 
     def _end_pass(self) -> None:
+        for exchange in self._exchanges:
+            if exchange.observed and exchange.unit.has_unreduced:
+                raise RuntimeError(
+                    f"a backward pass has left a gradient of '{exchange.unit.name}' unreduced, and reduced others, so "
+                    "that a chunk of one layer is not a chunk of another. Call set_requires_gradient_sync on the whole "
+                    "model, and fully_shard around a checkpointed module that runs twice in a forward pass"
+                )
         for exchange in self._passes.came:
             exchange.merge_alone()
             exchange.note_versions()
@@ -175,7 +186,7 @@ class FSDPObserver(GradientObserver):
                 f"{self._optimizer}: another optimizer has been attached to this model since, and sees its chunks. Use "
                 "one optimizer with several param groups, or attach this one again before the next backward pass"
             )
-        if self._passes.unfinished:
+        if self._passes.unfinished or self._broke_off or any(unit.awaits_end for unit in self._units):
             raise _broken_pass()
         if not self._parts:
             for exchange in self._exchanges:
@@ -224,9 +235,17 @@ class FSDPObserver(GradientObserver):
 
     def drop(self) -> None:
         """Forget the window's chunks with its gradients, and what FSDP2 would merge with the next one's."""
+        self._end_broken_pass()
         for unit in self._units:
-            unit.forget_unsharded()
+            unit.forget_unreduced()
         super().drop()
+
+    def _drop_with_model(self) -> None:
+        """Drop the window with ``model.zero_grad()``, which misses the gradients of parameters that are whole now."""
+        for param in self._exchange_of:
+            if param.grad is not None:
+                local(param.grad).zero_()
+        self.drop()
 
     def after_step(self) -> None:
         """End the window with the step."""
@@ -238,6 +257,7 @@ class FSDPObserver(GradientObserver):
                 self._optimizer, self._forwards, self._parts,
             )  # fmt: skip
         super().after_step()
+        self._broke_off = False
         self._forwards = self._ended = self._parts = 0
         self._passes.clear()
         for exchange in self._exchanges:

@@ -78,6 +78,24 @@ class Unit:
                 whole.requires_grad_(is_trained)
 
     @property
+    def has_unreduced(self) -> bool:
+        """Return whether a gradient of the whole parameters waits to be reduced."""
+        params = self._group.fsdp_params
+        wholes = [getattr(of_param, "_unsharded_param", None) for of_param in params]
+        return any(of_param.unsharded_accumulated_grad is not None for of_param in params) or any(
+            whole is not None and whole.grad is not None for whole in wholes
+        )
+
+    def complete_unreduced(self) -> None:
+        """Let zeros wait with the gradients that wait: FSDP2 reduces one dtype, theirs and not the parameters'."""
+        params = self._group.fsdp_params
+        dtypes = {grad.dtype for of_param in params if (grad := of_param.unsharded_accumulated_grad) is not None}
+        for of_param in params if dtypes else ():
+            whole = getattr(of_param, "_unsharded_param", None)
+            if of_param.unsharded_accumulated_grad is None and whole is not None and whole.requires_grad:
+                of_param.unsharded_accumulated_grad = torch.zeros_like(whole, dtype=next(iter(dtypes)))
+
+    @property
     def awaits_end(self) -> bool:
         """Return whether FSDP2 waits for the end of a backward pass."""
         return bool(self._state._state_ctx.post_backward_final_callback_queued)
@@ -86,8 +104,9 @@ class Unit:
     def _state(self) -> Any:
         return self.module._get_fsdp_state()
 
-    def forget_unsharded(self) -> None:
+    def forget_unreduced(self) -> None:
         """Throw away what was not reduced, as a pass without a sync or one that broke off: no ``zero_grad`` does."""
+        self._group._partial_reduce_output = None  # of HSDP without an all-reduce
         for of_param in self._group.fsdp_params:
             of_param.unsharded_accumulated_grad = None
             if (whole := getattr(of_param, "_unsharded_param", None)) is not None:
@@ -134,13 +153,16 @@ def units_of(model: nn.Module) -> list[Unit]:
     return units
 
 
-def end_broken_pass(units: Sequence[Unit]) -> None:
+def end_broken_pass(units: Sequence[Unit]) -> bool:
     """Have FSDP2 forget a backward pass that broke off: it waits for the end of that one, and would see no other.
+
+    What waited to be reduced is lost with it. Returns whether there was such a pass.
 
     Raises:
         RuntimeError: PyTorch is too old to forget it.
     """
-    for unit in [unit for unit in units if unit.awaits_end]:
+    broken = [unit for unit in units if unit.awaits_end]
+    for unit in broken:
         if unit.awaits_end:  # a root forgets it for all its units
             root = next(state for state in unit._state._state_ctx.all_states if state._is_root)
             if not hasattr(root, "_reset_iter_state"):
@@ -150,7 +172,8 @@ def end_broken_pass(units: Sequence[Unit]) -> None:
                     "use torch 2.13 or newer"
                 )
             root._reset_iter_state()
-        unit.forget_unsharded()
+        unit.forget_unreduced()
+    return bool(broken)
 
 
 def _not_sharded(model: nn.Module) -> str:

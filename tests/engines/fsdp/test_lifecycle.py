@@ -46,6 +46,13 @@ def _module_zeros(model: Any, optimizer: Any) -> None:
     model.zero_grad(set_to_none=False)
 
 
+def _module_zero_grad_while_whole(model: Any, optimizer: Any) -> None:
+    """Call it where FSDP2 has not sharded the model again after a forward pass: its parameters are others then."""
+    with torch.no_grad():
+        model(batches(0, 1)[0].to(DEVICE))
+    model.zero_grad()
+
+
 def _nones(model: Any, optimizer: Any) -> None:
     for param in model.parameters():
         param.grad = None
@@ -203,11 +210,11 @@ class Towers(nn.Module):
         return torch.stack([run(name).square().mean() for name in used]).sum()
 
 
-def towers(optimizer_of: Any, **arguments: Any) -> tuple[Towers, Any]:
-    """Return two units under one root, and their optimizer, attached."""
+def towers(optimizer_of: Any, *, units: bool = True, options: Any = None, **arguments: Any) -> tuple[Any, Any]:
+    """Return two units under one root, or one unit with both, and their optimizer, attached."""
     model = Towers().to(DEVICE)
-    for unit in (model.first, model.second, model):
-        fully_shard(unit)
+    for unit in (model.first, model.second, model) if units else (model,):
+        fully_shard(unit, **(options or {}))
     optimizer = optimizer_of(model.parameters(), lr=0.1, **arguments)
     ds_vrgd.attach(model, optimizer)
     return model, optimizer
@@ -252,6 +259,45 @@ def in_turns(*, reports_unused: bool) -> tuple[int, int]:
         found.append(ds_vrgd.gsnr_stats(optimizer).k)
         optimizer.zero_grad()
     return found[0], found[1]
+
+
+def zeros_written() -> int:
+    """Return the k of a window whose first micro-batch has a gradient of zero by itself, to which somebody writes."""
+    model, optimizer = towers(VRSGD)
+    x = torch.randn(5, 4, device=DEVICE)
+    for factor in (0.0, 1.0):
+        (factor * model(x, ("first", "second"))).backward()
+        for param in model.parameters():
+            param.grad.mul_(2.0)
+    optimizer.step()
+    return ds_vrgd.gsnr_stats(optimizer).k
+
+
+def merged_without_some() -> int:
+    """Return the k of a chunk of two micro-batches, added up in another dtype than that of an unused parameter."""
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    model, optimizer = towers(VRSGD, units=False, options={"mp_policy": policy})
+    for sync in (False, True):
+        model.set_requires_gradient_sync(sync)
+        model(torch.randn(5, 4, device=DEVICE), ("first",)).backward()
+    optimizer.step()
+    return ds_vrgd.gsnr_stats(optimizer).k
+
+
+def thrown_away_before_the_all_reduce() -> bool:
+    """Return whether a micro-batch that HSDP has not summed over the copies is gone after zero_grad()."""
+    mesh = init_device_mesh(DEVICE, (1, WORLD), mesh_dim_names=("replicate", "shard"))
+    model, optimizer = towers(VRSGD, units=False, options={"mesh": mesh})
+    x, found = torch.randn(5, 4, device=DEVICE), []
+    for before in (False, True):
+        if before:
+            model.set_requires_all_reduce(False)
+            model(x, ("first", "second")).backward()
+            model.set_requires_all_reduce(True)
+        optimizer.zero_grad()
+        model(x, ("first", "second")).backward()
+        found.append([local(param.grad).clone() for param in model.parameters()])
+    return all(map(torch.equal, *found))
 
 
 def side_by_side() -> int:
@@ -304,13 +350,21 @@ def broken_off() -> dict[str, Any]:
     model, optimizer = build(CASE)
     break_off(model, "up")
     found: dict[str, Any] = {"stepped": error(optimizer.step), "ignored": error(lambda: window(CASE, model, 0))}
-    for layer in ("up", ""):
+    for name in ("stepped, nothing reduced", "ignored, a micro-batch lost"):
+        model, optimizer = build(CASE)
+        model.set_requires_gradient_sync(name.startswith("stepped"))  # type: ignore[operator]
+        model(batches(0, 1)[0].to(DEVICE)).backward()
+        break_off(model, "down")
+        found[name] = error(optimizer.step if name.startswith("stepped") else lambda: window(CASE, model, 0))  # noqa: B023
+    for layer in ("up", "down", ""):
+        for owner in (0, 1):
 
-        def drop(model: Any, optimizer: Any, layer: str = layer) -> None:
-            break_off(model, layer)
-            optimizer.zero_grad()
+            def drop(*owners: Any, layer: str = layer, owner: int = owner) -> None:
+                break_off(owners[0], layer)
+                owners[owner].zero_grad()
 
-        found[layer] = follow(CASE, drop) if RECOVERS else error(functools.partial(follow, CASE, drop))
+            followed = functools.partial(follow, CASE, drop)
+            found[f"dropped, {layer} {owner}"] = followed() if RECOVERS else error(followed)
     return found
 
 
@@ -330,6 +384,19 @@ def twice() -> str:
     ds_vrgd.attach(model, optimizer)
     x = torch.randn(3, 6, generator=torch.Generator().manual_seed(dist.get_rank())).to(DEVICE)
     return error(lambda: model(x).backward())
+
+
+def some_unreduced() -> dict[str, str]:
+    """Return the errors of backward passes that reduce the gradients of one unit, and not all of another."""
+    found, x = {}, torch.randn(5, 4, device=DEVICE, requires_grad=True)
+    for name in ("a part without a sync", "checkpoints"):
+        model, _optimizer = towers(VRSGD)
+        if name == "checkpoints":  # reentrant ones, of a unit that runs twice
+            found[name] = error((model(x, ("first",)) + model(x, ("first", "second"))).backward)
+        else:
+            model.first.set_requires_gradient_sync(False)
+            found[name] = error(model(x.detach(), ("first", "second")).backward)
+    return found
 
 
 def nonfinite(policy: str) -> dict[str, Any]:
@@ -550,6 +617,7 @@ MESSAGES = {
 def everything(rank: int) -> dict[str, Any]:
     return {
         "discards": {name: follow(CASE, discard) for name, discard in DISCARDS.items()},
+        "while whole": follow(replace(CASE, reshard=False), _module_zero_grad_while_whole),
         "edited": follow(CASE, spoil=edited),
         "unsynced": [follow(replace(CASE, optimizer=name), unsynced) for name in ("VRLAMB", "VRSGD")],
         "clipped": {name: clipped(case) for name, case in CLIPPED.items()},
@@ -557,11 +625,15 @@ def everything(rank: int) -> dict[str, Any]:
         "some": some_set_to_none(),
         "loaded": loaded_within_a_window(),
         "reentrant": follow(replace(CASE, checkpointing="reentrant")),
+        "zeros written": zeros_written(),
+        "merged without some": merged_without_some(),
+        "before the all-reduce": thrown_away_before_the_all_reduce(),
         "side by side": side_by_side(),
         "frozen with zeros": frozen_with_zeros(),
         "frozen within a window": frozen_within_a_window(),
         "frozen unused": [frozen_unused(optimizer_of) for optimizer_of in (LAMB, VRLAMB)],
         "twice": twice(),
+        "some unreduced": some_unreduced(),
         "nonfinite": {policy: nonfinite(policy) for policy in ("skip", "error")},
         "spoiled later": spoiled_later(),
         "again": attached_again(),
@@ -630,6 +702,10 @@ def test_a_micro_batch_that_was_thrown_away_without_a_sync_is_in_no_chunk(found:
     assert all(max(of_rank["unsynced"]) <= 8e-7 for of_rank in found)
 
 
+def test_module_zero_grad_reaches_the_gradients_of_a_model_that_is_whole(found: list[dict[str, Any]]) -> None:
+    assert all(of_rank["while whole"] <= 8e-7 for of_rank in found)
+
+
 def test_an_edit_takes_the_means_place_and_the_ratio_stays(found: list[dict[str, Any]]) -> None:
     assert all(of_rank["edited"] <= 8e-7 for of_rank in found)
 
@@ -684,9 +760,27 @@ def test_zeros_that_were_written_by_hand_are_an_error(found: list[dict[str, Any]
         assert "were set to zero in place between two backward passes" in of_rank["zeroed by hand"]
 
 
+def test_zeros_that_somebody_has_written_to_are_a_chunk(found: list[dict[str, Any]]) -> None:
+    assert all(of_rank["zeros written"] == 2 * WORLD for of_rank in found)
+
+
+def test_a_parameter_that_merged_micro_batches_leave_out_has_a_gradient_of_zero(found: list[dict[str, Any]]) -> None:
+    assert all(of_rank["merged without some"] == WORLD for of_rank in found)
+
+
+def test_a_micro_batch_that_was_thrown_away_before_the_all_reduce_is_gone(found: list[dict[str, Any]]) -> None:
+    assert all(of_rank["before the all-reduce"] for of_rank in found)
+
+
 def test_a_module_that_runs_twice_is_refused(found: list[dict[str, Any]]) -> None:
     for of_rank in found:
         assert "FSDP2 reduces the gradients of 'inner' twice in one backward pass" in of_rank["twice"]
+
+
+def test_a_pass_that_reduces_some_and_leaves_others_is_refused(found: list[dict[str, Any]]) -> None:
+    for of_rank in found:
+        for raised in of_rank["some unreduced"].values():
+            assert "a backward pass has left a gradient of 'first' unreduced" in raised
 
 
 def test_a_nan_that_the_program_writes_leaves_the_step_out(found: list[dict[str, Any]]) -> None:
@@ -744,14 +838,13 @@ def test_compiled_autograd_is_named(found: list[dict[str, Any]]) -> None:
 
 def test_a_pass_that_broke_off_is_reported_or_dropped(found: list[dict[str, Any]]) -> None:
     for of_rank in found:
-        broken = of_rank["broken"]
-        for case in ("stepped", "ignored"):
-            assert "a backward pass of this window broke off" in broken[case]
-        for layer in ("up", ""):
-            if RECOVERS:
-                assert broken[layer] <= 8e-7
+        for name, outcome in of_rank["broken"].items():
+            if not name.startswith("dropped"):
+                assert "a backward pass of this window broke off" in outcome, name
+            elif RECOVERS:
+                assert outcome <= 8e-7, name
             else:
-                assert "Build the model anew, or use torch 2.13 or newer" in broken[layer]
+                assert "Build the model anew, or use torch 2.13 or newer" in outcome
 
 
 @pytest.mark.parametrize("name", MESSAGES)

@@ -59,6 +59,7 @@ def seen(rank: int) -> dict[str, Any]:
         "device": torch.device(group.device).type,
     }  # fmt: skip
     found["whole"] = [hasattr(of_param, "unsharded_accumulated_grad") for of_param in group.fsdp_params]
+    found["partial"] = group._partial_reduce_output
     recorder = Recorder()
     layer.set_custom_reduce_scatter(recorder)  # type: ignore[operator]
     layer(torch.ones(2, 3, device=DEVICE)).sum().backward()
@@ -97,6 +98,7 @@ def test_public_methods(name: str) -> None:
         ("policy", True),
         ("device", DEVICE),
         ("whole", [True, True]),
+        ("partial", None),
         ("waits", (False, True)),
         ("root", (True, hasattr(FSDPModule, "reset_iter_state"))),
     ],
