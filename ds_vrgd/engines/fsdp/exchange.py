@@ -199,7 +199,8 @@ class UnitExchange:
 
     def note_versions(self) -> None:
         """Remember what ``.grad`` is at the end of a backward pass."""
-        self._versions = {param: _version(param.grad) for param in self.unit.params if param.grad is not None}
+        held = () if self.unit.awaits_all_reduce else self.unit.params
+        self._versions = {param: _version(param.grad) for param in held if param.grad is not None}
 
     def drop_discarded(self) -> None:
         """Forget the chunks of gradients that were thrown away since the last backward pass.

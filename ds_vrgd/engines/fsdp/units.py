@@ -86,6 +86,11 @@ class Unit:
             whole is not None and whole.grad is not None for whole in wholes
         )
 
+    @property
+    def awaits_all_reduce(self) -> bool:
+        """Return whether gradients are still to be summed over the copies of the shards, and are not in ``.grad``."""
+        return self._group._partial_reduce_output is not None
+
     def complete_unreduced(self) -> None:
         """Let zeros wait with the gradients that wait: FSDP2 reduces one dtype, theirs and not the parameters'."""
         params = self._group.fsdp_params

@@ -300,6 +300,22 @@ def thrown_away_before_the_all_reduce() -> bool:
     return all(map(torch.equal, *found))
 
 
+def zeros_written_before_the_all_reduce() -> int:
+    """Return the k of a window in which somebody writes to zeros that the last one has left in ``.grad``."""
+    mesh = init_device_mesh(DEVICE, (1, WORLD), mesh_dim_names=("replicate", "shard"))
+    model, optimizer = towers(VRSGD, units=False, options={"mesh": mesh})
+    x = torch.randn(5, 4, device=DEVICE)
+    model(x, ("first", "second")).backward()
+    optimizer.zero_grad(set_to_none=False)
+    for is_last in (False, True):
+        model.set_requires_all_reduce(is_last)
+        model(x, ("first", "second")).backward()
+        for param in model.parameters():
+            param.grad.mul_(2.0)
+    optimizer.step()
+    return ds_vrgd.gsnr_stats(optimizer).k
+
+
 def side_by_side() -> int:
     """Return the k of a window of units whose reentrant checkpoints run one after the other in a backward pass."""
     model, optimizer = towers(VRSGD)
@@ -625,7 +641,7 @@ def everything(rank: int) -> dict[str, Any]:
         "some": some_set_to_none(),
         "loaded": loaded_within_a_window(),
         "reentrant": follow(replace(CASE, checkpointing="reentrant")),
-        "zeros written": zeros_written(),
+        "zeros written": [zeros_written(), zeros_written_before_the_all_reduce()],
         "merged without some": merged_without_some(),
         "before the all-reduce": thrown_away_before_the_all_reduce(),
         "side by side": side_by_side(),
@@ -761,7 +777,7 @@ def test_zeros_that_were_written_by_hand_are_an_error(found: list[dict[str, Any]
 
 
 def test_zeros_that_somebody_has_written_to_are_a_chunk(found: list[dict[str, Any]]) -> None:
-    assert all(of_rank["zeros written"] == 2 * WORLD for of_rank in found)
+    assert all(of_rank["zeros written"] == [2 * WORLD] * 2 for of_rank in found)
 
 
 def test_a_parameter_that_merged_micro_batches_leave_out_has_a_gradient_of_zero(found: list[dict[str, Any]]) -> None:
