@@ -34,7 +34,7 @@ from tests.support.model import OutOfMemory
 from tests.support.ranks import DEVICE, run_on_ranks
 from tests.support.trajectory import ADAPTIVE
 
-PROGRAMS, MORE_PROGRAMS, STEPS = 20, 200, 5
+PROGRAMS, MORE_PROGRAMS, STEPS = 16, 200, 5
 BOUND = 8e-7  # norm-wise, of the weights, as everywhere
 SHAPES = [(3, 4), (7,), (2, 3, 2), (1,), (11, 1), (1, 5), (4,)]
 RATES = {"VRSGD": 0.02, "VRMomentum": 0.01, "VRLARS": 0.5, "LARS": 0.5}
@@ -514,7 +514,8 @@ class Program:
         count = self.draw.randint(1, 5)
         bad = self.draw.randrange(count) if self.judged and self.chance(0.1) else None
         marked = self.chance(0.8)
-        partial = len(self.mesh) == 2 and self.chance(0.3)
+        # Without attach, buffers of passes that use other parameters differ in size, and FSDP2 cannot add them up.
+        partial = len(self.mesh) == 2 and self.attached and self.chance(0.3)
         merges = self.chance(0.25) and (self.attached or self.param_dtype in (None, self.wire))
         thrown = self.draw.randrange(count) if self.chance(0.3) else None
         for micro_batch in range(count):
