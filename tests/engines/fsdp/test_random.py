@@ -636,7 +636,7 @@ class Program:
         elif what == "frozen":
             name = self.draw.choice(self.names)
             rest = set(self.trained()) - {name, self.outside}
-            if name != self.outside and rest:
+            if name not in (self.outside, self.hooked) and rest:
                 self.frozen ^= {name}
                 self.params[name].requires_grad_(name not in self.frozen)
 
