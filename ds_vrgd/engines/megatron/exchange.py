@@ -90,6 +90,12 @@ class BucketExchange:
             raise RuntimeError(
                 "force_all_reduce leaves every rank with the whole gradient, and the exchange does not. Leave it out"
             )
+        if self.reduced:
+            raise RuntimeError(
+                "the gradients of a bucket were reduced twice in one window, and the second time they were mixed with "
+                "the mean. Call finalize_model_grads (or finish_grad_sync) once before step(), and zero_grad_buffer "
+                "before the next window"
+            )
         if config.check_for_nan_in_grad or config.check_for_large_grads:
             group.check_grads(config.check_for_nan_in_grad, config.check_for_large_grads)
         if self._observed:
@@ -153,8 +159,11 @@ class BucketExchange:
         return Moments(total[run], m2[run])
 
     def reset(self) -> None:
-        """End the window."""
+        """End the window, also one that is thrown away while it is being reduced."""
+        self.wait()
         self.reduced = False
+        if self._bucket_group.grad_reduce_handle is self:
+            self._bucket_group.grad_reduce_handle = None
         for held in self._held.values():
             for moment in held:
                 self._streams.use(moment)

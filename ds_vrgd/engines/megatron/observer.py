@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ds_vrgd.engines.megatron.exchange import BucketExchange
+from ds_vrgd.engines.megatron.refusals import require_one_gamma
 from ds_vrgd.engines.patches import Patches
 from ds_vrgd.engines.stages import StageStatistics
 from ds_vrgd.moments import SUM_DTYPE, Comparison, Layer, Moments, Segment, ShardLayout, gathered, weakly
@@ -72,7 +73,7 @@ class MegatronObserver(GradientObserver):
         self._loss_scale: Tensor | None = None
         self._patches = Patches()
         for chunk in model_chunks if reduces else ():
-            self._patches.follow(chunk, "zero_grad_buffer", after=weakly(self.drop))
+            self._patches.follow(chunk, "zero_grad_buffer", before=weakly(self.drop))  # a reduction still writes to it
         self._stages: StageStatistics | None = None
         if observed and self._pipeline.size() > 1:
             device = next(iter(self._parts)).device
@@ -158,6 +159,10 @@ class MegatronObserver(GradientObserver):
             replicas = dist.get_process_group_ranks(self._data)
             checks.require_agreement(checks.table_of_arguments(optimizer) | params, replicas=replicas)
         self._ranks_agree = True
+
+    def require_whole_layers(self, optimizer: str, groups: Sequence[dict[str, Any]]) -> None:
+        """Require that GSNR is on in all param groups or in none: gamma may have changed since the last step."""
+        require_one_gamma(optimizer, self._wrapper.optimizer.param_groups)
 
     def announce(self, optimizer: str, k: int) -> None:
         """Report k, buckets, layers and parameters of the first rank."""

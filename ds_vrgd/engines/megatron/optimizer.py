@@ -14,13 +14,15 @@ from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params,
 from torch import Tensor
 
 from ds_vrgd.engines.megatron.observer import MegatronObserver, Part
-from ds_vrgd.engines.megatron.refusals import Setup, require_supported
+from ds_vrgd.engines.megatron.refusals import Setup, require_one_gamma, require_supported
 from ds_vrgd.moments import gathered
 from ds_vrgd.optim import OPTIMIZERS, VROptimizer
 from ds_vrgd.optim.observer import RATIOS, Shard
 
 #: The numbers of a tensor's state, alike for all of them, which are saved once.
 COUNTS = ("step", RATIOS)
+#: What Adam's arguments are in a group that does not override them: no value that anybody gives.
+NOT_GIVEN = 2.0**-1000
 #: The layouts of the distributed optimizer's checkpoints with a place for every state, and what loads them.
 WAYS = {
     "dp_reshardable": "load_parameter_state_from_dp_reshardable",
@@ -67,6 +69,7 @@ def get_optimizer(
     require_supported(kind.__name__, Setup(config, model_chunks, gsnr, watch))
     base = copy.copy(config)
     base.optimizer = "adam"  # what DistributedOptimizer is built around; it takes no step
+    base.adam_beta1 = base.adam_beta2 = base.adam_eps = NOT_GIVEN
     chained = get_megatron_optimizer(
         base, model_chunks, config_overrides, use_gloo_process_groups, pg_collection, dump_param_to_param_group_map
     )
@@ -101,11 +104,7 @@ def _put_inside(wrapper: Any, kind: type[VROptimizer], arguments: dict[str, Any]
     ]
     # Views of the model's weights are no leaves, and torch refuses them; so they get into the groups later.
     inner = kind([group | {"params": [t.detach() for t in group["params"]]} for group in groups], **arguments)
-    if len({group["gamma"] < 1.0 for group in inner.param_groups}) > 1:
-        raise ValueError(
-            f"{kind.__name__}: gamma is 1.0 in some param groups and below in others, and ranks that own a part of "
-            "only some groups would wait for each other. Use one gamma for all; 0.999 leaves r within 0.1 % of 1"
-        )
+    require_one_gamma(kind.__name__, inner.param_groups)
     for group, given in zip(inner.param_groups, groups, strict=True):
         group["params"] = given["params"]
     wrapper.optimizer, wrapper.init_state_fn = inner, _allocate
@@ -161,6 +160,30 @@ def _with_ours(base: Any) -> Any:
         optimizer: VROptimizer
         observer: MegatronObserver
 
+        @staticmethod
+        def _filter_and_reorder_param_groups(current: list[Any], saved: list[Any]) -> list[Any]:
+            """Match saved groups, by their order where Megatron-Core does not tell them apart: it compares few keys."""
+            found: list[Any] = base._filter_and_reorder_param_groups(current, [dict(group) for group in saved])
+            return found if len({id(group) for group in found}) == len(found) else saved
+
+        @staticmethod
+        def _extract_common_per_param_step(state_dict: dict[str, Any]) -> Any:
+            """Return the steps; move the number of ratios, which is no tensor either, to the param groups."""
+            states = state_dict["state"]
+            if ratios := {state[RATIOS] for state in states.values() if RATIOS in state}:
+                (state_dict["param_groups"][0][RATIOS],) = ratios
+            state_dict["state"] = {
+                index: {key: value for key, value in state.items() if key != RATIOS} for index, state in states.items()
+            }
+            return base._extract_common_per_param_step(state_dict)
+
+        @staticmethod
+        def _restore_common_per_param_step(state_dict: dict[str, Any], step: Any) -> None:
+            base._restore_common_per_param_step(state_dict, step)
+            ratios = state_dict["param_groups"][0].pop(RATIOS, None)
+            for state in state_dict["state"].values() if ratios is not None else ():
+                state[RATIOS] = ratios
+
         def prepare_grads(self) -> bool:
             """Prepare the gradients, and end the window where one is not finite, which Megatron-Core leaves out."""
             self.observer.note_loss_scale()
@@ -210,6 +233,7 @@ class _Distributed(_with_ours(DistributedOptimizer)):  # type: ignore[misc]
         groups = [group | {"params": mine["params"]} for group, mine in zip(saved, own["param_groups"], strict=True)]
         self.optimizer.load_state_dict({"state": own["state"], "param_groups": groups})
         for state in self.optimizer.state.values():
+            state.pop(RATIOS, None)  # of a run that is rolled back
             state |= {key: torch.tensor(n) if key == "step" else int(n) for key, n in counts[0].items()}
         if self.grad_scaler and "grad_scaler" in state_dict:
             self.grad_scaler.load_state_dict(state_dict["grad_scaler"])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -105,6 +105,19 @@ REFUSALS = (
             "a chunk is what one data-parallel rank accumulates, so that k = 1, and one chunk has no variance. Use "
             "more data-parallel ranks, or LAMB, LARS or gamma=1.0"),
 )  # fmt: skip
+
+
+def require_one_gamma(optimizer: str, groups: Iterable[Mapping[str, Any]]) -> None:
+    """Refuse param groups of which some reduce variance and others do not: when the optimizer is built, and in a step.
+
+    Raises:
+        ValueError: saying what to do instead.
+    """
+    if len({group["gamma"] < 1.0 for group in groups}) > 1:
+        raise ValueError(
+            f"{optimizer}: gamma is 1.0 in some param groups and below in others, and ranks that own a part of only "
+            "some groups would wait for each other. Use one gamma for all; 0.999 leaves r within 0.1 % of 1"
+        )
 
 
 def require_supported(optimizer: str, setup: Setup) -> None:

@@ -23,6 +23,8 @@ class Case:
         model: of TransformerConfig.
         tied: whether the output layer has the weights of the embedding.
         arguments: of the optimizer, over those of :data:`tests.support.trajectory.ARGUMENTS`.
+        overrides: of param groups, by a pattern of the parameters' names.
+        frozen: patterns of the names of parameters that are not trained.
     """
 
     optimizer: str = "VRLAMB"
@@ -35,6 +37,8 @@ class Case:
     model: Mapping[str, Any] = field(default_factory=dict)
     tied: bool = False
     arguments: Mapping[str, Any] = field(default_factory=dict)
+    overrides: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    frozen: tuple[str, ...] = ()
 
     def hyper(self) -> dict[str, Any]:
         return {**ARGUMENTS[self.optimizer], **self.arguments}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -252,3 +252,49 @@ def edited(rank: int) -> dict[str, bool]:
         "the mean in fp32": torch.equal(held[second], mean[second]),
         "which bf16 rounds": not torch.equal(mean[second], mean[second].bfloat16().float()),
     }
+
+
+def changed(rank: int, folder: str) -> dict[str, Any]:
+    """Do what random programs found (``test_random.py``), each as short as it can be."""
+    initialize(1, 1)
+    found: dict[str, Any] = {}
+    of_layers = {"*word_embeddings.weight": {"eps": 1e-8, "betas": (0.9, 0.999)}}
+    run = build(Case(arguments={"betas": (0.8, 0.99)}, overrides=of_layers))
+    found["options"] = {(group["eps"], group["betas"]) for group in run.optimizer.param_groups}
+
+    for way in ("dp_reshardable", "unsharded"):
+        run = build(Case(ddp={"use_distributed_optimizer": way != "unsharded"}))
+        train(run, 0, 1)
+        save(run, way, f"{folder}-{way}-1")
+        for group in run.optimizer.param_groups:
+            group["gamma"] = 1.0
+        train(run, 1, 1)
+        save(run, way, f"{folder}-{way}-2")
+        for group in run.optimizer.param_groups:
+            group["gamma"] = 0.1
+        for step in (1, 2):
+            load(run, way, f"{folder}-{way}-{step}")
+            found[f"ratios of {step} steps, {way}"] = {int(count) for count in state_of(run).get("gsnr_step", [-1])}
+    run.window(2)
+    run.optimizer.param_groups[0]["gamma"] = 1.0
+    found["a second gamma"] = message_of(run.step)
+    found["reduced twice"] = message_of(run.model.finish_grad_sync)
+
+    run = build(Case("LAMB", "bf16", ddp={"overlap_grad_reduce": True}))
+    train(run, 0, 1)
+    run.model.zero_grad_buffer()
+    torch.stack([param.sum() for param in run.names]).sum().backward()
+    found["reductions"] = {group.grad_reduce_handle is None for group in run.model.bucket_groups}
+    run.model.zero_grad_buffer()
+    found["reductions thrown away"] = {group.grad_reduce_handle is None for group in run.model.bucket_groups}
+    end_writer()
+    return found
+
+
+def message_of(call: Callable[[], Any]) -> str:
+    """Return the message of the error that a call raises, or "none"."""
+    try:
+        call()
+    except (RuntimeError, ValueError) as error:
+        return str(error)
+    return "none"

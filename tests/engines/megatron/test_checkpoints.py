@@ -19,6 +19,8 @@ pytestmark = pytest.mark.slow
 WAYS = ("dp_reshardable", "fully_reshardable")
 OVERLAP = {"overlap_grad_reduce": True}  # several buckets, with padding between them
 UNSHARDED = {"use_distributed_optimizer": False}
+#: Groups of one tensor each, which Megatron-Core's own matching of saved groups takes for one.
+ALIKE = {"*word_embeddings.weight": {"gamma": 0.3}, "*position_embeddings.weight": {"gamma": 0.05}}
 CASES = {
     **{f"{name}, {dtype}": (Case(name, dtype), "dp_reshardable")
        for name in ("VRLAMB", "VRMomentum") for dtype in ("fp32", "bf16")},
@@ -30,6 +32,8 @@ CASES = {
     "unsharded, fp32": (Case(ddp=UNSHARDED), "unsharded"),
     "unsharded, bf16": (Case(dtype="bf16", ddp=UNSHARDED), "unsharded"),
     "unsharded, state_dict": (Case(dtype="bf16", ddp=UNSHARDED), "state_dict"),
+    **{f"unsharded, groups alike, {dtype}, {way}": (Case(dtype=dtype, ddp=UNSHARDED, overrides=ALIKE), way)
+       for dtype in ("fp32", "bf16") for way in ("unsharded", "state_dict")},
     "refused": (Case(), "fully_sharded_model_space"),
 }  # fmt: skip
 

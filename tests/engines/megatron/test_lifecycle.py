@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from tests.engines.megatron.ranks import on_ranks
@@ -40,3 +42,17 @@ def test_copies_of_a_weight_stay_alike_where_their_gradients_are_summed_after_th
     for of_rank in on_ranks(4, "lifecycle.copies"):
         assert len(of_rank) > 3
         assert of_rank == dict.fromkeys(of_rank, True)
+
+
+def test_what_random_programs_found(tmp_path: Path) -> None:
+    for of_rank in on_ranks(2, "lifecycle.changed", str(tmp_path / "saved")):
+        assert of_rank["options"] == {(1e-8, (0.9, 0.999)), (1e-6, (0.8, 0.99))}, (
+            "as given, also where Adam's are alike"
+        )
+        for way in ("dp_reshardable", "unsharded"):  # a run that is rolled back has as many as its checkpoint
+            assert of_rank[f"ratios of 1 steps, {way}"] == {-1}, "every step had one"
+            assert of_rank[f"ratios of 2 steps, {way}"] == {1}
+        assert "gamma is 1.0 in some param groups and below in others" in of_rank["a second gamma"]
+        assert "reduced twice" in of_rank["reduced twice"]
+        assert of_rank["reductions"] == {False}
+        assert of_rank["reductions thrown away"] == {True}

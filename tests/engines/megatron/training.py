@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from fnmatch import fnmatch
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-from megatron.core.optimizer import OptimizerConfig
+from megatron.core.optimizer import OptimizerConfig, ParamKey
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.module import Float16Module
@@ -124,6 +125,8 @@ def build(case: Case) -> Run:
         gpt = _gpt(case, config).to(DEVICE)
     if half:
         gpt = Float16Module(config, gpt)
+    for name, param in gpt.named_parameters():
+        param.requires_grad = not any(fnmatch(name, pattern) for pattern in case.frozen)
     ddp = {"use_distributed_optimizer": True, "bucket_size": 700, **case.ddp}
     model = DistributedDataParallel(config, DistributedDataParallelConfig(**ddp), gpt)
     config.finalize_model_grads_func = finalize_model_grads
@@ -136,6 +139,7 @@ def build(case: Case) -> Run:
         **half, **given, **case.config,
     })  # fmt: skip
     overrides = {key: {**value, **case.of_vectors} for key, value in standard_overrides(options).items()}
+    overrides |= {ParamKey(name=pattern): {**given} for pattern, given in case.overrides.items()}
     optimizer = ds_vrgd.megatron.get_optimizer(options, [model], overrides, optimizer=case.optimizer, **hyper)
     config.grad_scale_func = optimizer.scale_loss
     schedule = OptimizerParamScheduler(
@@ -249,7 +253,6 @@ def joined(run: Run, mine: Mapping[Tensor, Tensor]) -> list[dict[str, Tensor]]:
 
 def weights(run: Run) -> dict[str, Tensor]:
     """Return the whole master weights of all layers by name. A collective of all ranks."""
-    wrapper = run.wrapper
     if run.model.ddp_config.overlap_param_gather:
         run.model.start_param_sync(force_sync=True)  # else it waits for the next forward pass
     whole = {}
@@ -259,27 +262,35 @@ def weights(run: Run) -> dict[str, Tensor]:
         elif not getattr(param, "main_param_sharded", False):
             whole[param] = param.main_param.detach().clone()
         else:
-            flat = torch.zeros(param.numel(), device=param.device)
-            if param.main_param is not None:
-                own = wrapper._get_model_param_range_map(param)["param"]
-                flat[own.start : own.end] = param.main_param.detach()
-            dist.all_reduce(flat, group=parallel_state.get_data_parallel_group())
-            whole[param] = flat.view(param.shape)
+            whole[param] = _gathered(run, param, lambda own, main=param.main_param: main.detach())
     return joined(run, whole)[0]
+
+
+def reduced(run: Run) -> dict[str, Tensor]:
+    """Return the whole gradients that the buffers hold after the reduction, by name. A collective of all ranks."""
+    is_sharded, whole = run.model.ddp_config.use_distributed_optimizer, {}
+    for param in run.names:
+        grad = param.main_grad.detach().float().flatten()  # type: ignore[attr-defined]
+        whole[param] = (_gathered(run, param, lambda own, grad=grad: grad[own]) if is_sharded else grad).view_as(param)
+    return joined(run, whole)[0]
+
+
+def _gathered(run: Run, param: Any, part: Callable[[slice], Tensor]) -> Tensor:
+    """Return a whole tensor in a parameter's shape, of which each data-parallel rank has a part. A collective."""
+    flat = torch.zeros(param.numel(), device=param.device)
+    if param in run.wrapper.model_param_group_index_map:
+        ranges = run.wrapper._get_model_param_range_map(param)["param"]
+        own = slice(ranges.start, ranges.end)
+        flat[own] = part(own)
+    dist.all_reduce(flat, group=parallel_state.get_data_parallel_group())
+    return flat.view(param.shape)
 
 
 def states(run: Run) -> dict[str, dict[str, Tensor]]:
     """Return the whole master weights and states of the distributed optimizer, by key and name. A collective."""
-    wrapper, found = run.wrapper, {}
+    of, found = run.wrapper._get_main_param_and_optimizer_states, {}
     for key in ("param", "exp_avg", "exp_avg_sq", "exp_avg_gsnr"):
-        whole = {}
-        for param in run.names:
-            flat = torch.zeros(param.numel(), device=param.device)
-            if param in wrapper.model_param_group_index_map:
-                own = wrapper._get_model_param_range_map(param)["param"]
-                flat[own.start : own.end] = wrapper._get_main_param_and_optimizer_states(param)[key]
-            dist.all_reduce(flat, group=parallel_state.get_data_parallel_group())
-            whole[param] = flat.view(param.shape)
+        whole = {param: _gathered(run, param, lambda own, param=param, key=key: of(param)[key]) for param in run.names}
         found[key] = joined(run, whole)[0]
     return found
 
