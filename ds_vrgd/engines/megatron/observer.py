@@ -15,7 +15,7 @@ from ds_vrgd.engines.megatron.refusals import require_one_gamma
 from ds_vrgd.engines.patches import Patches
 from ds_vrgd.engines.stages import StageStatistics
 from ds_vrgd.moments import SUM_DTYPE, Comparison, Layer, Moments, Segment, ShardLayout, gathered, weakly
-from ds_vrgd.optim import VROptimizer, checks, world
+from ds_vrgd.optim import LayerStatistics, VROptimizer, checks, world
 from ds_vrgd.optim.gradient import GradientObserver
 from ds_vrgd.optim.observer import Observer
 
@@ -57,8 +57,10 @@ class MegatronObserver(GradientObserver):
         reduces = first.dp_cp_group.size() > 1 and (observed or exact_mean or watches)
         self._data, self._tensor, self._pipeline = first.dp_cp_group, first.tp_group, first.pp_group
         order, is_sharded = [part.param for part in parts.values()], bool(first.ddp_config.use_distributed_optimizer)
+        self._group_of: dict[str, int] = {}
         if is_sharded:
-            order = _in_order_of_groups(optimizer.param_groups, self._parts, names, self._data)
+            self._group_of = _groups_of(optimizer.param_groups, self._parts, names, self._data)
+            order = _in_order_of_groups(names, self._group_of)
         self._layouts = self._laid_out(order, is_sharded=is_sharded)
         groups = [group for chunk in model_chunks for group in chunk.bucket_groups] if reduces else []
         if watches:
@@ -75,6 +77,7 @@ class MegatronObserver(GradientObserver):
         for chunk in model_chunks if reduces else ():
             self._patches.follow(chunk, "zero_grad_buffer", before=weakly(self.drop))  # a reduction still writes to it
         self._stages: StageStatistics | None = None
+        self._completed: list[LayerStatistics] | None = None  # the statistics of the last step that had any
         if observed and self._pipeline.size() > 1:
             device = next(iter(self._parts)).device
             self._stages = StageStatistics([self._layer(param, False) for param in order], self._pipeline, device)
@@ -214,11 +217,19 @@ class MegatronObserver(GradientObserver):
 
     clip = Observer.clip  # Megatron-Core has no gradients in the optimizer's tensors before its own step
 
-    def merge_stages(self) -> None:
-        """Merge the statistics of a step over the stages of the pipeline, if there are several. A collective there."""
+    def complete_statistics(self) -> None:
+        """Bring the statistics of a step to what all ranks report. A collective of the stages of a pipeline, if any.
+
+        A layer of which this rank has nothing was given the gamma of the tensor whose layout names it.
+        """
         optimizer: VROptimizer = self._wrapper.optimizer
+        groups, measured = optimizer.param_groups, optimizer.layer_statistics is not self._completed
+        for part in optimizer.layer_statistics if measured and self._group_of else ():
+            gammas = [groups[self._group_of[name]]["gamma"] for name in part.table.names]
+            part.gamma = torch.tensor(gammas, dtype=torch.float64, device="cpu")
         if self._stages is not None and not optimizer.overflow:
             optimizer.layer_statistics = self._stages.merge(optimizer.layer_statistics)
+        self._completed = optimizer.layer_statistics
 
     def after_step(self) -> None:
         """End the window with the step."""
@@ -233,14 +244,18 @@ class MegatronObserver(GradientObserver):
             exchange.detach()
 
 
-def _in_order_of_groups(
+def _groups_of(
     groups: Sequence[dict[str, Any]], parts: Mapping[Tensor, Part], names: Mapping[Tensor, str], ranks: Any
-) -> list[Tensor]:
-    """Return all trained parameters in the order in which the optimizers of all ranks have them. A collective.
+) -> dict[str, int]:
+    """Return the index of every parameter's group. A collective: a rank knows that of those it has a part of."""
+    mine = {names[parts[tensor].param]: index for index, group in enumerate(groups) for tensor in group["params"]}
+    return {name: index for of_rank in gathered(mine, ranks) for name, index in of_rank.items()}
+
+
+def _in_order_of_groups(names: Mapping[Tensor, str], group_of: Mapping[str, int]) -> list[Tensor]:
+    """Return all trained parameters in the order in which the optimizers of all ranks have them.
 
     It is that of the param groups; in each of them fp32 parameters come first, and then the order is that of the
-    buffers. A rank knows the group of those alone of which it has a part.
+    buffers.
     """
-    mine = {names[parts[tensor].param]: index for index, group in enumerate(groups) for tensor in group["params"]}
-    group_of = {name: index for of_rank in gathered(mine, ranks) for name, index in of_rank.items()}
     return sorted(names, key=lambda param: (group_of[names[param]], param.dtype != torch.float32))

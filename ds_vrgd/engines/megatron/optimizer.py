@@ -199,7 +199,7 @@ def _with_ours(base: Any) -> Any:
         def step_with_ready_grads(self) -> bool:
             """Step; return False, so that the schedule waits, where ours has left the step out."""
             success: bool = super().step_with_ready_grads()
-            self.observer.merge_stages()
+            self.observer.complete_statistics()
             return success and not self.optimizer.overflow
 
     return WithOurs

@@ -262,6 +262,12 @@ def changed(rank: int, folder: str) -> dict[str, Any]:
     run = build(Case(arguments={"betas": (0.8, 0.99)}, overrides=of_layers))
     found["options"] = {(group["eps"], group["betas"]) for group in run.optimizer.param_groups}
 
+    run = build(Case(overrides={"*word_embeddings.weight": {"gamma": 0.3}}))
+    train(run, 0, 1)
+    (part,) = run.optimizer.optimizer.layer_statistics
+    found["gammas"] = {name: gamma for name, gamma in zip(part.table.names, part.gamma.tolist(), strict=True)
+                       if gamma != 0.1}  # fmt: skip
+
     for way in ("dp_reshardable", "unsharded"):
         run = build(Case(ddp={"use_distributed_optimizer": way != "unsharded"}))
         train(run, 0, 1)

@@ -49,6 +49,7 @@ def test_what_random_programs_found(tmp_path: Path) -> None:
         assert of_rank["options"] == {(1e-8, (0.9, 0.999)), (1e-6, (0.8, 0.99))}, (
             "as given, also where Adam's are alike"
         )
+        assert of_rank["gammas"] == {"embedding.word_embeddings.weight": 0.3}, "also of layers that are on other ranks"
         for way in ("dp_reshardable", "unsharded"):  # a run that is rolled back has as many as its checkpoint
             assert of_rank[f"ratios of 1 steps, {way}"] == {-1}, "every step had one"
             assert of_rank[f"ratios of 2 steps, {way}"] == {1}
