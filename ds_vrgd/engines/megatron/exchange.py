@@ -49,6 +49,7 @@ class BucketExchange:
         layers: Mapping[Tensor, int] = {},
     ) -> None:
         self._observed, self.reduced, self._norms, self._bucket_group = observed, False, norms, bucket_group
+        self._ready = 0
         ddp_config = bucket_group.ddp_config
         self._is_sharded = bool(ddp_config.use_distributed_optimizer)
         self._group = (
@@ -104,11 +105,20 @@ class BucketExchange:
         with self._streams.side():
             for bucket in group.buckets:
                 self._reduce(bucket)
-        self.reduced = True
+        self.reduced, self._ready = True, self._gradients_ready()
         if config.overlap_grad_reduce:
             group.grad_reduce_handle = self
         else:
             self.wait()
+
+    @property
+    def is_late(self) -> bool:
+        """Return whether another backward pass has added gradients to the mean."""
+        return self.reduced and self._gradients_ready() != self._ready
+
+    def _gradients_ready(self) -> int:
+        """Return how many gradients were ready for the reduction, in all passes; with ``overlap_grad_reduce`` alone."""
+        return sum(self._bucket_group.per_param_grad_ready_counts.values())
 
     def wait(self) -> None:
         """Have the caller's stream wait for the reduction."""

@@ -180,7 +180,7 @@ class MegatronObserver(GradientObserver):
         """Return the number of data-parallel ranks, each of which has one chunk; 0 if nothing was reduced.
 
         Raises:
-            RuntimeError: a part of the model was not reduced, or another optimizer was built over the model.
+            RuntimeError: a part of the model was not reduced, or too early, or another optimizer was built over it.
         """
         if any(exchange.is_detached for exchange in self._exchanges):
             raise RuntimeError(
@@ -193,6 +193,11 @@ class MegatronObserver(GradientObserver):
                 f"the gradients of {len(missing)} of {len(self._exchanges)} bucket groups were not reduced in this "
                 f"window, '{self._params[missing[0].params[0]]}' among them. Call finalize_model_grads (or "
                 "finish_grad_sync of every model chunk) before step()"
+            )
+        if any(exchange.is_late for exchange in self._exchanges):
+            raise RuntimeError(
+                "a backward pass has added gradients to their mean over the ranks, which was formed before. Run all "
+                "micro-batches of a window but the last inside no_sync() of the model, or set overlap_grad_reduce=False"
             )
         return 0 if missing else self._data.size()
 

@@ -286,13 +286,20 @@ def changed(rank: int, folder: str) -> dict[str, Any]:
     found["a second gamma"] = message_of(run.step)
     found["reduced twice"] = message_of(run.model.finish_grad_sync)
 
-    run = build(Case("LAMB", "bf16", ddp={"overlap_grad_reduce": True}))
+    def backward() -> None:
+        torch.stack([param.sum() for param in run.names]).sum().backward()
+
+    run = build(Case(dtype="bf16", ddp={"overlap_grad_reduce": True}))
     train(run, 0, 1)
     run.model.zero_grad_buffer()
-    torch.stack([param.sum() for param in run.names]).sum().backward()
+    backward()
     found["reductions"] = {group.grad_reduce_handle is None for group in run.model.bucket_groups}
     run.model.zero_grad_buffer()
     found["reductions thrown away"] = {group.grad_reduce_handle is None for group in run.model.bucket_groups}
+    backward()
+    backward()
+    run.model.finish_grad_sync()
+    found["without no_sync"] = message_of(run.step)
     end_writer()
     return found
 

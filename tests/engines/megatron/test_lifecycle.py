@@ -57,3 +57,4 @@ def test_what_random_programs_found(tmp_path: Path) -> None:
         assert "reduced twice" in of_rank["reduced twice"]
         assert of_rank["reductions"] == {False}
         assert of_rank["reductions thrown away"] == {True}
+        assert "Run all micro-batches of a window but the last inside no_sync()" in of_rank["without no_sync"]

@@ -56,7 +56,7 @@ METHODS = [
 ATTRIBUTES = [
     ("megatron.core.distributed.param_and_grad_buffer._ParamAndGradBucketGroup",
      "buckets ddp_config intra_distributed_optimizer_instance_group data_parallel_group is_first_batch "
-     "grad_reduce_handle", EXCHANGE),
+     "grad_reduce_handle per_param_grad_ready_counts", EXCHANGE),
     ("megatron.core.distributed.param_and_grad_buffer._ParamAndGradBucket", "params_list grad_data offset", EXCHANGE),
     ("megatron.core.distributed.param_and_grad_buffer._ParamAndGradBuffer", "buckets param_index_map grad_dtype numel",
      OPTIMIZER),
