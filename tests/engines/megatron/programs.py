@@ -270,7 +270,7 @@ class Program:
     def scheduled_window(self) -> None:
         """Run Megatron-Core's schedule, sometimes with a gradient that is not finite."""
         bad_rank = self.draw.randrange(self.ranks) if self.can_skip() and self.draw.random() < 0.15 else None
-        param = self.draw.choice(list(self.run.names))
+        param = random.Random(self.draw.random()).choice(list(self.run.names))  # stages have unequally many
         self.history.append("schedule" + f", bad on {bad_rank}" * (bad_rank is not None))
         handle = param.register_hook(lambda grad: grad * torch.nan) if bad_rank == self.rank else None
         self.run.window(self.draw.randrange(1000))
