@@ -13,7 +13,7 @@ import pytest
 
 from tests.engines.megatron.ranks import on_ranks
 
-PROGRAMS, MORE_PROGRAMS, ON_FOUR_RANKS = 16, 200, 12
+PROGRAMS, MORE_PROGRAMS, ON_FOUR_RANKS = 12, 200, 12
 
 
 @pytest.fixture(scope="module")
