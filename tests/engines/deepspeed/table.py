@@ -57,8 +57,8 @@ allocates its state without one.
 r is measured on the chunks as they leave autograd: after every tensor hook, in whatever order hooks were registered.
 The gradient of the step is the fp32 mean of the chunks, at the engine's scale and clipping. The exceptions, in this
 order, are held against the reference at stages 0 to 3, in fused and observe mode, with CPU offload and in plain
-PyTorch (`tests/engines/deepspeed/test_edits.py`, `tests/optim/test_edits.py`), there also in random programs
-(`tests/optim/test_random.py`):
+PyTorch (`tests/engines/deepspeed/test_edits.py`, `tests/optim/test_edits.py`), and in random programs there, under
+DeepSpeed, FSDP2 and Megatron-Core (`tests/optim/test_random.py`, and one of this name for each engine):
 
 1. **Dropped.** After `zero_grad()` of the engine, of its wrapper or of the optimizer, no chunk so far belongs to the
    window. The same holds, layer by layer, for a `.grad` that was set to None or to zero in any way
