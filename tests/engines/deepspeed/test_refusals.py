@@ -403,6 +403,9 @@ TABLES: dict[str, tuple[str, dict[str, list[tuple[str, str]]]]] = {
             "a module of its own `fully_shard` that runs twice in a forward pass": [
                 (SHARDED, "test_a_module_that_runs_twice_is_refused"),
             ],
+            "`set_requires_gradient_sync(False)` on a part of the model": [
+                (SHARDED, "test_a_pass_that_reduces_some_and_leaves_others_is_refused"),
+            ],
         },
     ),
     "docs/PIPELINE.md": (
