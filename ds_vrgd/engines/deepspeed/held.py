@@ -49,6 +49,7 @@ def clear(wrapper: Any) -> None:
         averaged = [gradient for group in wrapper.averaged_gradients.values() for gradient in group or ()]
         for gradient in averaged + (list(wrapper.accumulated_grads_in_cpu.values()) if wrapper.cpu_offload else []):
             gradient.zero_()
+        wrapper.local_overflow = False  # of offload, which would skip the window that a gradient was dropped from
         shards = wrapper.single_partition_of_fp32_groups
     if offloads(wrapper):
         wrapper.norm_for_param_grads = {}

@@ -39,7 +39,14 @@ CASES = {
 
 #: Attributes of the wrappers with CPU offload, written by held.py.
 OFFLOADED = {
-    2: ["accumulated_grads_in_cpu", "norm_for_param_grads", "params_in_partition", "grad_position", "get_param_id"],
+    2: [
+        "accumulated_grads_in_cpu",
+        "norm_for_param_grads",
+        "params_in_partition",
+        "grad_position",
+        "get_param_id",
+        "local_overflow",
+    ],
     3: ["norm_for_param_grads"],
 }
 
