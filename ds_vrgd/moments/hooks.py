@@ -22,8 +22,8 @@ def weakly(method: Callable[..., Any]) -> Callable[..., Any]:
     """Return a bound method as a hook that does not keep its object alive, and does nothing without it."""
     of_object = weakref.WeakMethod(method)
 
-    def call(*args: Any) -> Any:
-        return None if (bound := of_object()) is None else bound(*args)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return None if (bound := of_object()) is None else bound(*args, **kwargs)
 
     return call
 

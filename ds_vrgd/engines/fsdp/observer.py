@@ -6,7 +6,7 @@ import functools
 import logging
 import operator
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -74,7 +74,7 @@ class FSDPObserver(GradientObserver):
         self.ranks = Ranks(unit.device)
         # The window is dropped with the model's gradients, until detach() or as long as this lives.
         patches, handle = Patches(), model.register_forward_pre_hook(weakly(self._begin_forward), prepend=True)
-        patches.follow(model, "zero_grad", after=weakly(self._drop_with_model))
+        patches.instead(model, "zero_grad", weakly(self._drop_with_model))
         self._unfollow = [weakref.finalize(self, handle.remove), weakref.finalize(self, patches.undo)]
 
     def _begin_forward(self, model: nn.Module, inputs: Any) -> None:
@@ -240,10 +240,13 @@ class FSDPObserver(GradientObserver):
             unit.forget_unreduced()
         super().drop()
 
-    def _drop_with_model(self) -> None:
+    def _drop_with_model(self, zero_grad: Callable[..., None], set_to_none: bool = True) -> None:
         """Drop the window with ``model.zero_grad()``, which misses the gradients of parameters that are whole now."""
+        zero_grad(set_to_none)
         for param in self._exchange_of:
-            if param.grad is not None:
+            if set_to_none:
+                param.grad = None
+            elif param.grad is not None:
                 local(param.grad).zero_()
         self.drop()
 
