@@ -134,7 +134,7 @@ def test_several_workers_measure_the_same(monkeypatch: pytest.MonkeyPatch, tmp_p
 
 @pytest.mark.parametrize("path", sorted((ROOT / "evidence/rows").glob("*.json")), ids=lambda path: path.stem)
 def test_the_rows_that_are_kept_are_those_of_settings(path: Path) -> None:
-    """A sweep goes on with them: none would be measured again because a field has changed.
+    """A sweep resumes from them: none would be measured again because a field has changed.
 
     Not all are called for: others may have made another point the best that variants start from.
     """

@@ -216,9 +216,10 @@ class FusedEdits:
             self._measured[shard, start, numel] = self.unedited(shard).total.narrow(0, start, numel).clone()
         return self._exchange.moments(shard).total.narrow(0, start, numel)
 
-    def zero_or_nan(self) -> Tensor | float:
-        """Return 0, or NaN if what is measured on this rank was not finite before it may have been edited: a scalar."""
-        return 0.0 * sum((measured.sum() for measured in self._measured.values()), 0.0)
+    @property
+    def measured(self) -> list[Tensor]:
+        """Return the parts of this rank's sums that were handed out, as they were measured."""
+        return [measured for measured in self._measured.values() if measured.numel()]
 
     def unedited(self, shard: Tensor) -> Moments:
         """Return the moments of the chunks, ``(n,)``: a copy where the held sum was edited."""

@@ -141,9 +141,9 @@ class _Fused:
             for which in (True, False)
         )
         square = torch.stack(torch._foreach_norm(counted or [self._totals()[0][:0]])).square().sum()
+        left_out += self.edits.measured  # an edit may have hidden what is not finite
         if left_out:
             square += 0.0 * torch.stack(torch._foreach_norm(left_out, math.inf)).sum()  # 0, or NaN
-        square += self.edits.zero_or_nan()
         torch.distributed.all_reduce(square, group=self.dp_process_group)  # type: ignore[attr-defined]
         self._model_parallel_all_reduce(square, torch.distributed.ReduceOp.SUM)  # type: ignore[attr-defined]
         norm = square.sqrt()

@@ -54,7 +54,7 @@ class Branching(TinyLM):
     """A model whose positions, a layer of their own, take part only where they are asked to.
 
     Attributes:
-        divisor: of the loss, for an engine that is told not to divide it.
+        divisor: of the loss, where the engine does not divide it (``scale_wrt_gas=False``).
     """
 
     divisor = 1

@@ -627,6 +627,9 @@ class Pair(Bench):
 
         return [[signals() for _ in range(WORLD)] for _ in range(ACCUMULATION)]
 
+    def backward(self, of_window: Any, index: int, factor: float = 1.0, use: bool = True) -> None:
+        self.engine.backward(factor * self.engine(of_window[index][self.rank]))
+
     def gradients(self, of_window: list[list[Signals]]) -> list[Chunk]:
         batches = [(signals,) for of_ranks in of_window for signals in of_ranks]
         return chunk_gradients(self.plain, batches, 1.0 / ACCUMULATION)
@@ -698,7 +701,7 @@ def breaks_beside_the_observed(case: Case, rank: int) -> Found:
 
 
 def breaks_before_anything(case: Case, rank: int) -> Found:
-    """A pass breaks off before it has reached any layer: the window goes on, and may be edited."""
+    """A pass breaks off before it has reached any layer: the window continues, and may be edited."""
     pair = Pair(case, rank)
     for step in range(STEPS):
         of_window = pair.draw(step)
@@ -720,10 +723,7 @@ def masks_and_sets(case: Case, rank: int) -> Found:
     pair.params()["seen.weight"].register_post_accumulate_grad_hook(masked)
     for step in range(STEPS):
         of_window = pair.draw(step)
-        for index, of_ranks in enumerate(of_window):
-            pair.engine.backward(pair.engine(of_ranks[rank]))
-            if index < ACCUMULATION - 1:
-                pair.engine.step()
+        pair.window(of_window)
         chunks = pair.gradients(of_window)
         pair.step(chunks, mean_of(chunks) | {"seen.weight": pair.edit("seen.weight")})
     return Found(pair.error(), pair.k)
@@ -785,10 +785,7 @@ def hides_nan(case: Case, rank: int) -> Found:
         hook = pair.params()["seen.weight"].register_post_accumulate_grad_hook(finite) if step % 2 else None
         of_window = pair.draw(step)
         of_window[0][0]["seen"][0] = torch.nan
-        for index, of_ranks in enumerate(of_window):
-            pair.engine.backward(pair.engine(of_ranks[rank]))
-            if index < ACCUMULATION - 1:
-                pair.engine.step()
+        pair.window(of_window)
         if hook is None and not pair.engine.optimizer.__class__.__name__.startswith("BF16"):
             pair.edit("seen.weight")
         pair.engine.step()

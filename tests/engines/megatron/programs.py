@@ -157,12 +157,12 @@ class Program:
 
     @property
     def observed(self) -> bool:
-        """Whether the chunks are observed: gamma was below 1 at the start."""
+        """Return whether the chunks are observed: gamma was below 1 at the start."""
         return self.case.optimizer.startswith("VR") and self.case.arguments.get("gamma") != 1.0
 
     @property
     def reduces(self) -> bool:
-        """Whether the next step reduces variance."""
+        """Return whether the next step reduces variance."""
         return self.observed and any(group["gamma"] < 1.0 for group in self.groups)
 
     @property
@@ -171,7 +171,7 @@ class Program:
 
     @property
     def exchanges(self) -> bool:
-        """Whether the exchange takes the place of Megatron-Core's reduction."""
+        """Return whether the exchange takes the place of Megatron-Core's reduction."""
         takes_mean = self.case.optimizer in ("LARS", "LAMB", "VRLARS", "VRLAMB") and self.is_half
         return self.observed or takes_mean or "watch" in self.case.arguments
 
