@@ -589,7 +589,7 @@ def test_a_program_follows_the_reference(found: dict[int, str], seed: int) -> No
     assert not found[seed]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_many_programs_follow_the_reference(tmp_path: Path) -> None:
     found = run_on_ranks(WORLD, run_all, list(range(PROGRAMS, MORE_PROGRAMS)), tmp_path)[0]
     assert not {seed: message for seed, message in found.items() if message}

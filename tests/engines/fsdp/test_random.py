@@ -682,7 +682,7 @@ def test_programs_follow_the_reference(tmp_path: Path) -> None:
     check(run_on_ranks(2, outcomes, range(PROGRAMS), tmp_path))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("world", [2, 3, 4])
 def test_many_programs_follow_the_reference(world: int, tmp_path: Path) -> None:
     check(run_on_ranks(world, outcomes, range(PROGRAMS, MORE_PROGRAMS), tmp_path))

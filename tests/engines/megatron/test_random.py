@@ -27,12 +27,12 @@ def test_a_program_follows_the_reference(failed: dict[int, str], seed: int) -> N
     assert seed not in failed, failed[seed]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_many_programs_follow_the_reference(tmp_path: Path) -> None:
     assert on_ranks(2, "programs.run_programs", range(PROGRAMS, MORE_PROGRAMS), str(tmp_path))[0] == {}
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(("tensor", "pipeline"), [(1, 1), (2, 1), (1, 2)])
 def test_programs_of_four_ranks_follow_the_reference(tmp_path: Path, tensor: int, pipeline: int) -> None:
     assert on_ranks(4, "programs.run_programs", range(ON_FOUR_RANKS), str(tmp_path), tensor, pipeline)[0] == {}
